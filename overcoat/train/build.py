@@ -40,11 +40,6 @@ def check_config(config: Config) -> None:
         f"train.compile = 'graphs' records CUDA graphs, and train.device = {config.train.device!r} is a CPU here: set "
         "train.compile to 'layers' or 'none'",
     )
-    decay = config.optimizer.lr * config.optimizer.weight_decay
-    require(
-        decay <= 1,
-        f"optimizer.lr * optimizer.weight_decay = {decay:g}: above 1 a step turns the sign of every weight; lower one",
-    )
     with error_context("[optimizer]: "):
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     if config.model.name:

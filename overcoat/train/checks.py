@@ -1,17 +1,20 @@
-"""Checks across sections: combinations of keys that cannot work, and keys that nothing reads.
+"""Checks of a configuration: one table of what cannot work, across keys and sections, and of values that nothing reads.
 
-Each check is a row: whether all is well, and one line that names the keys and the remedy.
+A row is (key, True if it is refused, why and what to do). The refusal begins with the key and its value.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import fields
 
 from overcoat.train.config import Config, DataConfig, require
 
+Row = tuple[str, bool, str]
+
 MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
+LEAST_VOCABULARY = 257  # of a byte-level BPE: 256 bytes and the end of text
+LEAST_TEMPERATURE = 1e-6  # logits over less are infinite in FP32
 # What compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for.
 NOT_COMPILED = {
     "recipe.offload_blocks": "compiled layers keep everything on the GPU",
@@ -22,29 +25,177 @@ NOT_IN_GRAPHS = {
     **NOT_COMPILED,
     "optimizer.offload": "states would be copied while the next pass is recorded",
     "data.document_mask": "each batch has its own number of documents, a graph has one shape",
+    "data.format": "each batch has its own number of conversations, a graph has one shape",
     "train.batch_size": "the estimate does not know what memory graphs keep to themselves",
 }
 
 
-def check(config: Config) -> None:
-    for is_right, message in (*_sections(config), *_compiled(config)):
-        require(is_right, message)
+def check(config: Config, is_recorded: bool = False) -> None:
+    """ValueError: the first row that is refused. is_recorded: what a run has recorded may hold values that nothing
+    reads."""
+    rows = [*_single(config), *_combined(config), *_compiled(config), *([] if is_recorded else _unused(config))]
+    for key, is_wrong, why in rows:
+        require(not is_wrong, f"{key} = {operator.attrgetter(key)(config)!r:.200}: {why}")
 
 
-def check_read(config: Config) -> None:
-    """Refuse values that nothing reads."""
-    tasks = config.eval
-    for name in ("tasks_every", "tasks_limit"):
-        value = getattr(tasks, name)
-        require(not value or bool(tasks.tasks), f"eval.{name} = {value}: no eval.tasks; set them or drop it")
-    defaults = {spec.name: spec.default for spec in fields(DataConfig)}
-    for name, what in unread(config.data).items():
-        value = getattr(config.data, name)
-        require(value == defaults[name], f"data.{name} = {value!r}: for {what} alone; drop it")
+def _single(config: Config) -> list[Row]:
+    """Rows of one key each, beyond its type and limits."""
+    optimizer, moments = config.optimizer, config.optimizer.moments
+    size, temperature, binaries = config.tokenizer.vocab_size, config.sample.temperature, _binaries(config.data)
+    return [
+        ("optimizer.betas", len(optimizer.betas) != 2, "two numbers, one for each moment"),
+        (
+            "optimizer.moments",
+            not isinstance(moments, str) and len(moments) != 2,
+            "a name, or two codes such as ['ratio8', 'log8']",
+        ),
+        (
+            "tokenizer.vocab_size",
+            0 < size < LEAST_VOCABULARY,
+            f"a byte-level vocabulary needs {LEAST_VOCABULARY} (bytes, EOS)",
+        ),
+        ("data.files", len(binaries) not in (0, len(config.data.files)), "mixes .bin with text: tokenize the text"),
+        (
+            "data.prompt_template",
+            "{prompt}" not in config.data.prompt_template,
+            "must hold {prompt}, where the prompt goes",
+        ),
+        ("eval.tasks", not all(map(str.strip, config.eval.tasks)), "a name is blank; drop it"),
+        ("sample.temperature", 0 < temperature < LEAST_TEMPERATURE, f"0 (greedy), or at least {LEAST_TEMPERATURE:g}"),
+    ]
+
+
+def _binaries(data: DataConfig) -> list[str]:
+    return [name for name in data.files if name.endswith(".bin")]
+
+
+def _combined(config: Config) -> list[Row]:
+    """Rows of several keys; each names the others in its reason."""
+    model, data, train, optimizer, schedule, tokenizer, lora = (
+        config.model, config.data, config.train, config.optimizer, config.schedule, config.tokenizer, config.lora,
+    )  # fmt: skip
+    is_auto, released, is_named = train.batch_size == "auto", optimizer.release_gradients, bool(model.name)
+    rows, decay = train.rows_per_step, optimizer.lr * optimizer.weight_decay
+    unknown = f"does not go with {config.not_estimated}: leave one out"
+    both = schedule.warmup_steps + schedule.decay_steps
+    wants_rows = "train.global_batch_size says how many rows a step has"
+    wants_model = "wants a model.name to start from"
+    return [
+        ("data.files", not (data.files or data.dataset), "no data: set data.files or data.dataset"),
+        (
+            "data.images",
+            bool(data.images) and data.format != "messages",
+            "images are parts of conversations: set data.format to 'messages'",
+        ),
+        ("model.name", not (is_named or model.config), "no model: set it, or [model.config]"),
+        ("model.name", is_named and bool(model.config), "set it or [model.config], not both"),
+        ("model.freeze", bool(model.freeze) and not is_named, wants_model),
+        ("data.images", bool(data.images) and not is_named, wants_model),
+        ("lora.rank", bool(lora.rank) and not is_named, f"adapters of random weights are of no use: {wants_model}"),
+        ("lora.merge", lora.merge and not lora.rank, "there are no adapters to merge: set lora.rank"),
+        *(
+            (f"data.{name}", data.streaming and getattr(data, name), "does not apply to data.streaming: drop one")
+            for name in ("max_bytes", "dedupe")
+        ),
+        *(
+            (f"data.{name}", data.is_tokens and getattr(data, name), "does not apply to .bin files: drop it")
+            for name in ("streaming", "max_bytes", "dedupe")
+        ),
+        (
+            "data.format",
+            data.is_chat and (data.is_tokens or data.streaming),
+            "not for .bin files nor data.streaming: conversations are tokenized once and kept",
+        ),
+        ("tokenizer.vocab_size", bool(tokenizer.vocab_size and tokenizer.name), "set it or tokenizer.name, not both"),
+        (
+            "tokenizer.vocab_size",
+            bool(tokenizer.vocab_size and data.images),
+            "with data.images it is the processor's own; leave it out",
+        ),
+        ("train.batch_size", is_auto and not train.global_batch_size, f"set {wants_rows}"),
+        (
+            "train.global_batch_size",
+            bool(train.global_batch_size) and not is_auto,
+            f"goes with train.batch_size = 'auto'; a step has batch_size x accumulation = {rows} rows",
+        ),
+        (
+            "train.accumulation",
+            is_auto and train.accumulation > 1,
+            f"follows from train.batch_size = 'auto'; leave it out: {wants_rows}",
+        ),
+        (
+            "optimizer.release_gradients",
+            bool(released and optimizer.clip),
+            f"no moment has all gradients to clip at {optimizer.clip}: set optimizer.clip to 0",
+        ),
+        (
+            "train.accumulation",
+            released and train.accumulation > 1,
+            "optimizer.release_gradients moves the weights in the first backward pass, and cannot accumulate: set it "
+            "to 1, or raise train.batch_size",
+        ),
+        (
+            "train.batch_size",
+            released and is_auto,
+            "accumulates what does not fit at once, which optimizer.release_gradients cannot: set it to a number "
+            "(overcoat estimate knows the largest)",
+        ),
+        (
+            "data.sequence_length",
+            rows * data.sequence_length > MOST_TOKENS,
+            f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) has "
+            f"{rows * data.sequence_length} tokens: must be at most {MOST_TOKENS}",
+        ),
+        (
+            "optimizer.weight_decay",
+            decay > 1,
+            f"times optimizer.lr = {decay:g}: above 1 a step turns the sign of every weight; lower one",
+        ),
+        (
+            "schedule.warmup_steps",
+            schedule.warmup_steps >= train.steps,
+            f"must be below train.steps = {train.steps}",
+        ),
+        (
+            "schedule.decay_steps",
+            schedule.kind == "wsd" and both > train.steps,
+            f"with schedule.warmup_steps {both}, must not exceed train.steps = {train.steps}",
+        ),
+        ("memory.report", bool(config.memory.report and config.not_estimated), unknown),
+        ("train.batch_size", bool(is_auto and config.not_estimated), unknown),
+    ]
+
+
+def _compiled(config: Config) -> list[Row]:
+    mode = config.train.compile
+    is_set = {"train.batch_size": config.train.batch_size == "auto", "data.format": config.data.is_chat}
+    return [
+        (
+            key,
+            bool(is_set.get(key, operator.attrgetter(key)(config))),
+            f"does not go with train.compile = {mode!r}: {why}. Change one of them",
+        )
+        for key, why in {"none": {}, "layers": NOT_COMPILED, "graphs": NOT_IN_GRAPHS}[mode].items()
+    ]
+
+
+def _unused(config: Config) -> list[Row]:
+    """Rows of values that nothing reads."""
+    defaults, tasks = {spec.name: spec.default for spec in fields(DataConfig)}, config.eval
+    return [
+        *(
+            (f"eval.{name}", bool(getattr(tasks, name)) and not tasks.tasks, "no eval.tasks; set them or drop it")
+            for name in ("tasks_every", "tasks_limit")
+        ),
+        *(
+            (f"data.{name}", getattr(config.data, name) != defaults[name], f"for {what} alone; drop it")
+            for name, what in unread(config.data).items()
+        ),
+    ]
 
 
 def unread(data: DataConfig) -> dict[str, str]:
-    """The keys of [data] that nothing reads, beside the others there, and what would."""
+    """Return the keys of [data] that nothing reads beside the others there, and what they are for."""
     pair = (data.format == "prompt-completion", "data.format = 'prompt-completion'")
     applies = {
         **dict.fromkeys(("too_long", "on_lost"), (data.is_chat, "conversations")),
@@ -60,66 +211,3 @@ def unread(data: DataConfig) -> dict[str, str]:
         **dict.fromkeys(("dataset_config", "split"), (bool(data.dataset), "data.dataset")),
     }
     return {name: what for name, (is_read, what) in applies.items() if not is_read}
-
-
-def _sections(config: Config) -> Iterator[tuple[bool, str]]:
-    model, data, train, optimizer, schedule = (
-        config.model, config.data, config.train, config.optimizer, config.schedule,
-    )  # fmt: skip
-    is_auto, released = train.batch_size == "auto", optimizer.release_gradients
-    rows, length, steps, warmup = train.rows_per_step, data.sequence_length, train.steps, schedule.warmup_steps
-    yield bool(model.name or model.config), "no model: set model.name or [model.config]"
-    yield (
-        bool(model.name) or not (data.images or model.freeze),
-        f"data.images = {data.images!r}, model.freeze = {model.freeze}: want a model.name to start from",
-    )
-    yield (
-        not (data.images and config.tokenizer.vocab_size),
-        f"tokenizer.vocab_size = {config.tokenizer.vocab_size}: with data.images it is the processor's own; leave it "
-        "out",
-    )
-    yield (
-        bool(model.name) or not config.lora.rank,
-        f"lora.rank = {config.lora.rank}: adapters of random weights are of no use, set model.name to start from",
-    )
-    unknown = config.not_estimated
-    for key, value in {"memory.report": config.memory.report, "train.batch_size = 'auto'": is_auto}.items():
-        yield not (value and unknown), f"{key} does not go with {unknown}: leave one out"
-    yield (
-        not (released and train.accumulation > 1),
-        f"optimizer.release_gradients cannot accumulate (train.accumulation = {train.accumulation}): the weights move "
-        "in the first backward pass. Set train.accumulation=1, or raise train.batch_size",
-    )
-    yield (
-        not (released and is_auto),
-        "train.batch_size = 'auto' accumulates what does not fit at once, which optimizer.release_gradients cannot: "
-        "set train.batch_size to a number (overcoat estimate knows the largest)",
-    )
-    yield (
-        rows * length <= MOST_TOKENS,
-        f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) of "
-        f"data.sequence_length = {length} has {rows * length} tokens: must be at most {MOST_TOKENS}",
-    )
-    yield warmup < steps, f"schedule.warmup_steps = {warmup}: must be below train.steps = {steps}"
-    both = warmup + schedule.decay_steps
-    yield (
-        schedule.kind != "wsd" or both <= steps,
-        f"schedule: warmup_steps + decay_steps = {both} must not exceed train.steps = {steps}",
-    )
-
-
-def _compiled(config: Config) -> Iterator[tuple[bool, str]]:
-    mode = config.train.compile
-    yield (
-        not (config.data.is_chat and mode == "graphs"),
-        f"data.format = {config.data.format!r} does not go with train.compile = 'graphs': each batch has its own "
-        "number of conversations, a graph has one shape. Set train.compile to 'layers' or 'none'",
-    )
-    for key, why in {"none": {}, "layers": NOT_COMPILED, "graphs": NOT_IN_GRAPHS}[mode].items():
-        value = operator.attrgetter(key)(config)
-        way = "Set it to a number" if value == "auto" else "Leave it out"
-        yield (
-            not value or (key == "train.batch_size" and value != "auto"),
-            f"{key} = {value!r} does not go with train.compile = {mode!r}: {why}. {way}, or set train.compile to "
-            "'none'",
-        )

@@ -4,8 +4,8 @@ arguments.
     overcoat train configs/demo.toml train.steps=50 optimizer.lr=1e-3 data.files='["a.txt", "b.txt"]'
 
 Later sources win (`configfile.py`). All is checked before a file is opened, so a typing mistake costs nothing. Each
-field carries its explanation (`overcoat train --keys`) and, for a number, its limits; what the options of a section
-say together is checked in its `__post_init__`, and what several sections do in checks.py.
+field is the one definition of its key: type, default, explanation and, for a number, limits. Parsing, `overcoat train
+--keys` and docs/configuration.md follow from it; what several keys say together is checked in checks.py.
 """
 
 from __future__ import annotations
@@ -63,9 +63,6 @@ class ModelConfig:
     freeze: list[str] = option([], "modules that are not trained, by a part of their names, such as vision_tower")
     trust_remote_code: bool = option(False, "run Python code that a model's or tokenizer's folder brings (auto_map)")
 
-    def __post_init__(self) -> None:
-        require(not (self.name and self.config), "set model.name or [model.config], not both")
-
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -73,9 +70,6 @@ class LoraConfig:
     alpha: float = option(16.0, "what adapters add is scaled by alpha / rank", above=0)
     targets: list[str] = option(["all-linear"], 'layers that get adapters, by the end of their names, or "all-linear"')
     merge: bool = option(False, "export the model with its adapters merged in, instead of the adapters")
-
-    def __post_init__(self) -> None:
-        require(bool(self.rank) or not self.merge, "lora.merge = true: there are no adapters to merge, set lora.rank")
 
 
 @dataclass(frozen=True)
@@ -106,17 +100,6 @@ class OptimizerConfig:
         False, "step and free each gradient in the backward; needs clip=0, no accumulation"
     )
     clip: float = option(1.0, "largest norm of all gradients; 0 and inf do not clip", at_least=0, at_most=math.inf)
-
-    def __post_init__(self) -> None:
-        require(len(self.betas) == 2, f"optimizer.betas = {self.betas}: two numbers, one for each moment")
-        require(
-            not (self.release_gradients and self.clip),
-            f"optimizer.release_gradients cannot clip at {self.clip}: no moment has all gradients; set it to 0",
-        )
-        require(
-            isinstance(self.moments, str) or len(self.moments) == 2,
-            f"optimizer.moments = {self.moments}: a name, or two codes such as ['ratio8', 'log8']",
-        )
 
     @property
     def codes(self) -> str | tuple[str, str]:
@@ -168,31 +151,6 @@ class DataConfig:
     held_out: float = option(0.01, "share kept for evaluation: whole documents, by their content", above=0, below=1)
     cache_dir: str = option("", "where tokens are kept; default: data/ in the run directory")
 
-    def __post_init__(self) -> None:
-        require(bool(self.files or self.dataset), "no data: set data.files or data.dataset")
-        for name in ("max_bytes", "dedupe"):
-            both = self.streaming and getattr(self, name)
-            require(not both, f"data.{name} does not apply to data.streaming: drop one")
-        binaries = [name for name in self.files if name.endswith(".bin")]
-        require(len(binaries) in (0, len(self.files)), "data.files mixes .bin with text: tokenize the text first")
-        for name in ("streaming", "max_bytes", "dedupe"):
-            require(
-                not (self.is_tokens and getattr(self, name)),
-                f"data.{name} = {getattr(self, name)}: does not apply to .bin files, which are used whole: drop it",
-            )
-        require(
-            not (self.is_chat and (self.is_tokens or self.streaming)),
-            f"data.format = {self.format!r} is not for .bin files nor data.streaming: it is tokenized once and kept",
-        )
-        require(
-            not self.images or self.format == "messages",
-            f"data.images = {self.images!r}: images are parts of conversations, set data.format to 'messages'",
-        )
-        require(
-            "{prompt}" in self.prompt_template,
-            f"data.prompt_template = {self.prompt_template!r}: must hold {{prompt}}, where the prompt goes",
-        )
-
     @property
     def is_chat(self) -> bool:
         """True if a row of the data is a conversation, of which some tokens are trained on."""
@@ -212,16 +170,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class TokenizerConfig:
     name: str = option("", "Hugging Face name or local path; default: the model's, else one trained on the data")
-    vocab_size: int = option(0, "train a byte-level BPE of this size on the data", at_most=2**22)
+    vocab_size: int = option(0, "train a byte-level BPE of this size on the data", at_least=0, at_most=2**22)
     train_bytes: int = option(32_000_000, "text to train it on, taken evenly from the data", at_least=1)
     chat_template: str = option("", "a file with a Jinja chat template, or the tokenizer that has it; default: its own")
-
-    def __post_init__(self) -> None:
-        require(not (self.name and self.vocab_size), "set tokenizer.name or tokenizer.vocab_size, not both")
-        require(
-            self.vocab_size == 0 or self.vocab_size >= 257,
-            f"tokenizer.vocab_size = {self.vocab_size}: a byte-level vocabulary needs 257 (bytes, EOS)",
-        )
 
 
 @dataclass(frozen=True)
@@ -247,23 +198,6 @@ class TrainConfig:
     fp8_every: int = option(0, "steps between samples of how FP8 operands use their range; 0: none", at_least=0)
     tensorboard: bool = option(True, "also write TensorBoard events")
     loggers: list[Literal["tensorboard", "wandb", "mlflow"]] = option([], "also log to these (docs: report)")
-
-    def __post_init__(self) -> None:
-        rows, is_auto = self.global_batch_size, self.batch_size == "auto"
-        require(
-            rows >= 1 or not is_auto,
-            "train.batch_size = 'auto': say how many rows a step has with train.global_batch_size",
-        )
-        require(
-            rows == 0 or is_auto,
-            f"train.global_batch_size = {rows}: goes with train.batch_size = 'auto'; a step has batch_size x "
-            f"accumulation = {self.rows_per_step} rows",
-        )
-        require(
-            self.accumulation == 1 or not is_auto,
-            f"train.accumulation = {self.accumulation}: follows from train.batch_size = 'auto'; leave it out and "
-            "say how many rows a step has with train.global_batch_size",
-        )
 
     @property
     def rows_per_step(self) -> int:
@@ -295,9 +229,6 @@ class EvalConfig:
     tasks_every: int = option(0, "steps between two evaluations on eval.tasks; 0: at the end only", at_least=0)
     tasks_limit: int = option(0, "examples of each task; 0: all", at_least=0)
 
-    def __post_init__(self) -> None:
-        require(all(map(str.strip, self.tasks)), f"eval.tasks = {self.tasks}: a name is blank; drop it")
-
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -316,11 +247,6 @@ class SampleConfig:
     prompt: str = option("", "text that the sample at the end continues; empty begins a new document")
     tokens: int = option(64, "tokens to generate, within the model's positions; 0: none", at_least=0, at_most=2**16)
     temperature: float = option(0.8, "0 is greedy", at_least=0)
-
-    def __post_init__(self) -> None:
-        # Logits over less are infinite in FP32, and have no softmax.
-        is_tiny = 0 < self.temperature < 1e-6
-        require(not is_tiny, f"sample.temperature = {self.temperature}: 0 (greedy), or at least 1e-06")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from overcoat.extras import load_extra
-from overcoat.train.checks import check, check_read, unread
+from overcoat.train.checks import check, unread
 from overcoat.train.config import FREE_KEYS, Config, error_context, require
 
 if sys.version_info >= (3, 11):
@@ -72,9 +72,7 @@ def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool
         _apply_argument(values, argument)
     _check_depth(values)
     config: Config = _build(Config, values, "")
-    check(config)
-    if not is_recorded:
-        check_read(config)
+    check(config, is_recorded)
     return config
 
 

@@ -168,11 +168,6 @@ def test_the_models_own_attention_is_the_default(make_config: MakeConfig, kind: 
     assert build_model(config, None, CPU).config._attn_implementation == attention
 
 
-def test_weight_decay_that_turns_signs_is_refused(make_config: MakeConfig) -> None:
-    with pytest.raises(ValueError, match=r"optimizer\.lr \* optimizer\.weight_decay = 2: above 1"):
-        check_config(make_config("optimizer.lr=0.5", "optimizer.weight_decay=4"))
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

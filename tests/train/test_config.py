@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,103 +27,110 @@ def test_names_of_trainers_have_another_name_here() -> None:
     assert not {*configfile.OF_TRAINER} & {name.rpartition(".")[2] for name in all_keys()}
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("optimizer.lrr=1", "did you mean optimizer.lr?"),
-        ("optimiser.weight_decay=1", "did you mean optimizer.weight_decay?"),
-        ("train.lr=1", "did you mean optimizer.lr?"),
-        ("trian.steps=1", "did you mean train.steps?"),
-        ("lr=1", "did you mean optimizer.lr?"),
-        ("train.max_grad_norm=1", "unknown key train.max_grad_norm: it is optimizer.clip here"),
-        ("train.steps=many", "train.steps = 'many': expected a whole number"),
-        ("train.steps=1.5", "expected a whole number"),
-        ("train.steps=true", "expected a whole number"),
-        ("data.streaming=1", "expected true or false"),
-        ("schedule.kind=cosin", "expected one of 'cosine', 'linear', 'wsd', 'constant'"),
-        ("optimizer.lr=-1", "must be above 0"),
-        ("train.steps=50", "schedule.warmup_steps = 100: must be below train.steps = 50"),
-        ("train=3", "is a section"),
-        ("train.steps", "section.key=value"),
-        ("data.files=[]", "no data"),
-        ("model.name=", "no model"),
-        ("model.config.model_type=llama", "not both"),
-        ("tokenizer.vocab_size=100", "at least 257|needs 257"),
-        ("tokenizer.vocab_size=1000000000000", "tokenizer.vocab_size"),
-        ('data.files=["a.bin","b.txt"]', "mixes .bin with text"),
-        ("data.max_bytes=10 data.files=a.bin", r"data.max_bytes = 10: does not apply to \.bin files"),
-        ("data.streaming=true data.files=a.bin", r"does not apply to \.bin files"),
-        ("optimizer.release_gradients=true", "optimizer.release_gradients cannot clip at 1.0.*set it to 0"),
-        ("memory.report=yes", "memory.report = 'yes': expected true or false"),
-        ("train.batch_size=all", "train.batch_size = 'all': expected a whole number or one of 'auto'"),
-        (f"{RELEASED} train.accumulation=2", r"cannot accumulate \(train.accumulation = 2\)"),
-        (f"{RELEASED} {AUTO}", "'auto' accumulates .* optimizer.release_gradients cannot"),
-        (
-            f"{AUTO} parallel.accumulate=whole",
-            "'auto' does not go with parallel.accumulate = 'whole', which the estimate",
-        ),
-        (f"{AUTO} train.accumulation=2", "train.accumulation = 2: follows from train.batch_size = 'auto'"),
-        ("train.batch_size=0", "train.batch_size = 0: must be at least 1"),
-        ("train.batch_size=auto", "'auto': say how many rows a step has with train.global_batch_size"),
-        ("train.global_batch_size=32", "goes with train.batch_size = 'auto'; a step has .* 8 rows"),
-        ("train.memory_limit_gib=-1", "train.memory_limit_gib = -1.0: must be at least 0"),
-        ("train.on_oom=retry", "expected one of 'smaller_batch', 'leaner_recipe', 'error'"),
-        ("train.run_dir=a\0b", "train.run_dir: holds a NUL character"),
-        ("sample.temperature=-1", "sample.temperature = -1.0: must be at least 0"),
-        ("sample.temperature=inf", "sample.temperature = inf: must be at most 10{15}"),
-        ("sample.temperature=1e-40", "sample.temperature = 1e-40: 0 .greedy., or at least 1e-06"),
-        ("sample.tokens=-5", "sample.tokens = -5: must be at least 0"),
-        ("sample.tokens=1000000000000", "sample.tokens = 10{12}: must be at most 65536"),
-        ("train.seed=-1", "train.seed = -1: must be at least 0"),
-        ("train.seed=4294967296", "train.seed = 4294967296: must be below 4294967296"),
-        ("optimizer.lr=nan", "optimizer.lr = nan: must be at most"),
-        ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf: must be at most"),
-        ("optimizer.betas=[0.9,1.0]", "optimizer.betas = .*: must be below 1"),
-        ('eval.tasks=[" "]', "eval.tasks = .*: a name is blank"),
-        ("eval.tasks_every=5", "eval.tasks_every = 5: no eval.tasks"),
-        ("data.too_long=drop", r"data.too_long = 'drop': for conversations alone"),
-        ("data.format=messages data.text_key=a", "data.text_key = 'a': for data.format = 'text' alone"),
-        (
-            "data.format=messages data.prompt_template=a{prompt}",
-            "data.prompt_template = .*: for data.format =",
-        ),
-        ("data.token_dtype=uint32", "data.token_dtype = 'uint32': for .bin files alone"),
-        ("data.format=messages data.images=x tokenizer.vocab_size=300", "it is the processor's own"),
-        ("train.steps=10000000000000000000000", "must be at most 10{15}"),
-        ("train.batch_size=1000000000000", "a step of 10{12} rows .* must be at most 1073741824"),
-        ("lora.merge=true", "there are no adapters to merge, set lora.rank"),
-        ("train.compile=all", "train.compile = 'all': expected one of 'none', 'layers', 'graphs'"),
-        # `[8]` is a list first and only then text: the message shows what was read.
-        ("train.steps=[8]", r"train\.steps = \[8\]: expected a whole number"),
-    ],
-)
-def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        build_config(MINIMAL, argument.split() if argument.startswith(("optimizer", "train", "data.")) else [argument])
+# What is given, and what the refusal must name: of an unknown key the nearest, of a value its key and what helps.
+REFUSALS = [
+    ("optimizer.lrr=1", "did you mean optimizer.lr?"),
+    ("optimiser.weight_decay=1", "did you mean optimizer.weight_decay?"),
+    ("train.lr=1", "did you mean optimizer.lr?"),
+    ("trian.steps=1", "did you mean train.steps?"),
+    ("lr=1", "did you mean optimizer.lr?"),
+    ("train.max_grad_norm=1", "optimizer.clip"),
+    ("train=3", "train.NAME"),
+    ("train.steps", "section.key=value"),
+    ("train.steps=many", "train.steps = 'many': expected a whole number"),
+    ("train.steps=1.5", "train.steps = 1.5: expected a whole number"),
+    ("train.steps=true", "train.steps = True: expected a whole number"),
+    ("train.steps=[8]", "train.steps = [8]"),  # a list first, and only then text: the message shows what was read
+    ("train.steps=10000000000000000000000", "at most 10"),
+    ("train.steps=50", "schedule.warmup_steps = 100: must be below train.steps = 50"),
+    ("schedule.kind=wsd schedule.decay_steps=950", "schedule.decay_steps = 950"),
+    ("train.batch_size=0", "train.batch_size = 0"),
+    ("train.batch_size=all", "train.batch_size = 'all': expected a whole number or one of 'auto'"),
+    ("train.batch_size=auto", "train.global_batch_size"),
+    ("train.batch_size=1000000000000", "data.sequence_length"),
+    ("train.global_batch_size=32", "train.batch_size = 'auto'"),
+    (f"{AUTO} train.accumulation=2", "train.accumulation = 2"),
+    (f"{AUTO} parallel.accumulate=whole", "parallel.accumulate = 'whole'"),
+    ("memory.report=true parallel.context=2", "memory.report = True: does not go with parallel.context = 2"),
+    ("train.memory_limit_gib=-1", "train.memory_limit_gib = -1.0"),
+    ("train.on_oom=retry", "'smaller_batch', 'leaner_recipe', 'error'"),
+    ("train.compile=all", "'none', 'layers', 'graphs'"),
+    ("train.run_dir=a\0b", "train.run_dir: holds a NUL character"),
+    ("train.seed=-1", "train.seed = -1"),
+    ("train.seed=4294967296", "train.seed = 4294967296"),
+    ("schedule.kind=cosin", "'cosine', 'linear', 'wsd', 'constant'"),
+    ("optimizer.lr=-1", "optimizer.lr = -1.0: must be above 0"),
+    ("optimizer.lr=nan", "optimizer.lr = nan"),
+    ("optimizer.lr=0.5 optimizer.weight_decay=4", "optimizer.weight_decay = 4.0: times optimizer.lr = 2"),
+    ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf"),
+    ("optimizer.betas=[0.9,1.0]", "optimizer.betas = [0.9, 1.0]: must be below 1"),
+    ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: two numbers"),
+    ("optimizer.moments=['log8']", "optimizer.moments = ['log8']"),
+    ("optimizer.release_gradients=true", "set optimizer.clip to 0"),
+    (f"{RELEASED} train.accumulation=2", "train.accumulation = 2: optimizer.release_gradients"),
+    (f"{RELEASED} {AUTO}", "train.batch_size = 'auto'"),
+    ("lora.merge=true", "set lora.rank"),
+    ("model.name=", "model.name"),
+    ("model.config.model_type=llama", "not both"),
+    ("model.name= model.config.model_type=llama model.freeze=a", "model.freeze = ['a']: wants a model.name"),
+    ("model.name= model.config.model_type=llama data.format=messages data.images=x", "data.images = 'x'"),
+    ("model.name= model.config.model_type=llama lora.rank=4", "lora.rank = 4"),
+    ("tokenizer.vocab_size=100", "tokenizer.vocab_size = 100"),
+    ("tokenizer.vocab_size=-1", "tokenizer.vocab_size = -1"),
+    ("tokenizer.vocab_size=1000000000000", "tokenizer.vocab_size"),
+    ("tokenizer.vocab_size=300 tokenizer.name=t", "tokenizer.name"),
+    ("data.format=messages data.images=x tokenizer.vocab_size=300", "tokenizer.vocab_size = 300: with data.images"),
+    ("data.images=x", "data.format to 'messages'"),
+    ("data.files=[]", "data.dataset"),
+    ("data.files=['a.bin','b.txt']", "data.files = ['a.bin', 'b.txt']"),
+    ("data.max_bytes=10 data.files=a.bin", "data.max_bytes = 10"),
+    ("data.streaming=true data.files=a.bin", "data.streaming = True"),
+    ("data.streaming=true data.dedupe=true", "data.dedupe = True: does not apply to data.streaming"),
+    ("data.streaming=true data.format=messages", "data.format = 'messages'"),
+    ("data.streaming=1", "data.streaming = 1: expected true or false"),
+    ("data.format=prompt-completion data.prompt_template=a", "data.prompt_template = 'a': must hold {prompt}"),
+    ("data.too_long=drop", "data.too_long = 'drop': for conversations alone"),
+    ("data.format=messages data.text_key=a", "data.text_key = 'a'"),
+    ("data.format=messages data.prompt_template=a{prompt}", "data.prompt_template = 'a{prompt}'"),
+    ("data.token_dtype=uint32", "data.token_dtype = 'uint32': for .bin files alone"),
+    ("memory.report=yes", "memory.report = 'yes': expected true or false"),
+    ("sample.temperature=-1", "sample.temperature = -1.0"),
+    ("sample.temperature=inf", "sample.temperature = inf"),
+    ("sample.temperature=1e-40", "sample.temperature = 1e-40"),
+    ("sample.tokens=-5", "sample.tokens = -5"),
+    ("sample.tokens=1000000000000", "at most 65536"),
+    ("eval.tasks=['','a']", "eval.tasks = ['', 'a']"),
+    ("eval.tasks_every=5", "eval.tasks_every = 5: no eval.tasks"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), REFUSALS)
+def test_mistakes_name_the_key_and_the_remedy(arguments: str, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        build_config(MINIMAL, arguments.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "value", "mode"),
+    ("words", "mode"),
     [
-        ("recipe.offload_blocks=2", "2", "layers"),
-        ("recipe.offload_blocks=all", "'all'", "layers"),
-        ("memory.report=true", "True", "layers"),
-        ("train.fp8_every=50", "50", "layers"),
-        ("optimizer.offload=true", "True", "graphs"),
-        ("data.document_mask=true", "True", "graphs"),
-        (AUTO, "'auto'", "graphs"),
+        ("recipe.offload_blocks=2", "layers"),
+        ("recipe.offload_blocks=all", "layers"),
+        ("memory.report=true", "layers"),
+        ("train.fp8_every=50", "layers"),
+        ("optimizer.offload=true", "graphs"),
+        ("data.document_mask=true", "graphs"),
+        ("data.format=messages", "graphs"),
+        (AUTO, "graphs"),
     ],
 )
-def test_what_compiled_layers_cannot_do_is_refused_with_a_way_out(words: str, value: str, mode: str) -> None:
+def test_what_compiled_layers_cannot_do_is_refused(words: str, mode: str) -> None:
     """What layers cannot, graphs cannot either."""
-    refusing = {"layers", "graphs"} if mode == "layers" else {"graphs"}
-    key, remedy = words.partition("=")[0], "(Leave it out|Set it to a number), or set train.compile to 'none'"
     for compiled in ("none", "layers", "graphs"):
         arguments = [*words.split(), f"train.compile={compiled}"]
-        if compiled not in refusing:
+        if compiled == "none" or (compiled, mode) == ("layers", "graphs"):
             assert build_config(MINIMAL, arguments).train.compile == compiled
         else:
-            with pytest.raises(ValueError, match=f"{key} = {value} does not go with train.compile = .*: .* {remedy}"):
+            with pytest.raises(ValueError, match=f"{words.partition('=')[0]} = .* does not go with train.compile"):
                 build_config(MINIMAL, arguments)
 
 
