@@ -29,8 +29,8 @@ from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.memory import use_expandable_segments
 from overcoat.models.shapes import MODELS, Model
+from overcoat.train.batch_plan import training
 from overcoat.train.configfile import load_config
-from overcoat.train.fit import training
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Configurations for a laptop and for a first run.

@@ -239,8 +239,8 @@ def _launch(parsed: argparse.Namespace, config: Any) -> int:
 
 def read_config(path: str, overrides: list[str], memory: int | None, cluster: Any) -> Any:
     """Return the arguments of `overcoat estimate --config`."""
+    from overcoat.train.batch_plan import training
     from overcoat.train.configfile import load_config
-    from overcoat.train.fit import training
 
     return training(load_config(path, overrides), memory, cluster)
 

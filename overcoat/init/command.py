@@ -32,13 +32,13 @@ from overcoat.estimate.dry_run import own_loss
 from overcoat.extras import one_line
 from overcoat.models.dummy_batch import sees
 from overcoat.models.shapes import MODELS, load_model_config
+from overcoat.train.batch_plan import choose_fit, model_config
 from overcoat.train.build import check_is_model, check_tables
 from overcoat.train.chat import Encoder
 from overcoat.train.config import Config, DataConfig, error_context, require
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.conversations import examples, image_paths
 from overcoat.train.corpus import check_sources
-from overcoat.train.fit import choose_fit, model_config
 from overcoat.train.preflight import trial_model
 from overcoat.train.rows import NOT_TEXT, ROWS, as_object, has_rows, read_rows
 from overcoat.train.sources import documents, find_files, read_documents

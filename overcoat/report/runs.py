@@ -10,11 +10,11 @@ from typing import Any
 
 from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import load_pretrained, reason
+from overcoat.train.batch_plan import BatchPlan, configured_fit, training_setup
 from overcoat.train.build import loss_for_estimates
 from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.fit import BatchPlan, configured_fit, training_setup
 from overcoat.train.metrics import METRICS, Row, is_count, read_metrics
 from overcoat.train.shards import is_sharded
 

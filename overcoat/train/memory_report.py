@@ -19,9 +19,9 @@ from overcoat.extras import drawing
 from overcoat.memory import optimizer_bytes
 from overcoat.optim.sharding import shard_bytes
 from overcoat.train import process
+from overcoat.train.batch_plan import training_setup
 from overcoat.train.build import loss_for_estimates
 from overcoat.train.config import Config
-from overcoat.train.fit import training_setup
 from overcoat.train.parallel import num_shards
 from overcoat.train.state import TrainState
 

@@ -1,7 +1,7 @@
 """Running out of memory costs a run one step's time, not the run.
 
     forward, backward   nothing has moved yet: gradients are dropped, the generators put back, and the same rows are
-                        taken again with the next leaner fit (`fit.py`, `train.on_oom`)
+                        taken again with the next leaner fit (`batch_plan.py`, `train.on_oom`)
     the same, released  `optimizer.release_gradients` moves weights inside the backward. Once it has, the step cannot
                         be taken again: LostStepError, and the run goes on from its newest checkpoint (`run.py`)
     several processes   the others wait inside the step for the one that fails: RestartError, and all begin again from
@@ -26,8 +26,8 @@ import torch
 
 from overcoat.models.compiled import forget
 from overcoat.train import process
+from overcoat.train.batch_plan import BatchPlan, leanest, next_leaner, rows_of_process
 from overcoat.train.config import Config
-from overcoat.train.fit import BatchPlan, leanest, next_leaner, rows_of_process
 from overcoat.train.metrics import METRICS, Row, read_metrics
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 

@@ -28,6 +28,7 @@ from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
 from overcoat.optim.sharding import local
 from overcoat.train import checkpoint, process, saving
+from overcoat.train.batch_plan import BatchPlan, first_fit, memory_to_plan_with, recipe_of
 from overcoat.train.build import (
     base_model,
     build_model,
@@ -44,7 +45,6 @@ from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.data import PackedRows
 from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.files import lock, sweep
-from overcoat.train.fit import BatchPlan, first_fit, memory_to_plan_with, recipe_of
 from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics

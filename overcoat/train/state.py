@@ -18,11 +18,11 @@ import overcoat
 from overcoat.optim.sharding import local
 from overcoat.optim.state import check_state
 from overcoat.train import process
+from overcoat.train.batch_plan import BatchPlan, recipe_of
 from overcoat.train.build import base_model
 from overcoat.train.config import Config
 from overcoat.train.configfile import LARGEST
 from overcoat.train.data import Batch, Images, RowSource, make_batch
-from overcoat.train.fit import BatchPlan, recipe_of
 
 # What load_state_dict takes from the checkpoint although the configuration says it, and may say it anew.
 RECONFIGURABLE = ("betas", "eps", "weight_decay")

@@ -15,11 +15,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from overcoat.train import loop
+from overcoat.train.batch_plan import BatchPlan
 from overcoat.train.build import build_model, make_optimizer
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.data import PackedRows
-from overcoat.train.fit import BatchPlan
 from overcoat.train.metrics import read_metrics
 from overcoat.train.state import TrainState
 

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from overcoat.estimate import Predictor
 from overcoat.estimate.predict import Prediction
+from overcoat.train.batch_plan import BatchPlan, model_config, training_setup
 from overcoat.train.build import loss_for_estimates
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.fit import BatchPlan, model_config, training_setup
 from overcoat.train.metrics import Row, read_metrics
 from overcoat.train.run import run_once, twin_config
 from tests.train.runs import CONFIGS, text_of

@@ -18,8 +18,8 @@ from rich.console import Console
 
 import overcoat
 from overcoat.train import loop
+from overcoat.train.batch_plan import BatchPlan
 from overcoat.train.config import Config
-from overcoat.train.fit import BatchPlan
 from overcoat.train.out_of_memory import DoesNotFitError, OomRetry, is_out_of_memory
 from overcoat.train.run import RunResult, run_once
 from overcoat.train.state import TrainState

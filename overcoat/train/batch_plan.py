@@ -1,15 +1,14 @@
-"""How many rows pass at once, and whether converted blocks keep only their inputs: what may change in a running run
-without changing what it learns; and `train.batch_size = "auto"`, which chooses it.
+"""Batch plans: how many rows one forward pass takes and whether blocks are checkpointed; `train.batch_size = "auto"`.
 
-A step always takes `train.rows_per_step` rows, several processes as many each, in equal micro-batches. Another fit
-changes neither the rows of a step nor the weight of a label: other micro-batches are other tensors to find an FP8 scale
-for, and add their gradients in another order; block checkpoints round each block's input to 8 bits.
+A step always takes `train.rows_per_step` rows, each process its share, in equal micro-batches. A running run may change
+its plan (`out_of_memory.py`): the rows of a step and the weight of a label stay. Losses differ by rounding: FP8 scales
+are of other tensors, gradients are added in another order, and block checkpoints round block inputs to 8 bits.
 
-    planned = (1 - SAFETY) x what is free, or what PyTorch may take, or train.memory_limit_gib, the least of them
+    planned = (1 - SAFETY) x min(free GPU memory, what PyTorch may take, train.memory_limit_gib)
     chosen  = the largest divisor of train.global_batch_size whose `Prediction.total_bytes` are at most that
 
-The prediction (`overcoat.estimate`) has margins of its own, for the allocator and the CUDA context. It is not the last
-word: a step that runs out of memory all the same is taken again with less (`out_of_memory.py`).
+The prediction (`overcoat.estimate`) has margins of its own, for the allocator and the CUDA context. A step that runs
+out of memory all the same is repeated with less (`out_of_memory.py`).
 """
 
 from __future__ import annotations

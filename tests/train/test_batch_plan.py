@@ -17,10 +17,7 @@ from overcoat.estimate.predict import CONTEXT
 from overcoat.estimate.times import Cluster
 from overcoat.models.shapes import load_model_config
 from overcoat.train import process
-from overcoat.train.build import freeze, loss_for_estimates, make_recipe
-from overcoat.train.config import Config
-from overcoat.train.configfile import build_config, load_config
-from overcoat.train.fit import (
+from overcoat.train.batch_plan import (
     SAFETY,
     BatchPlan,
     choose_fit,
@@ -31,6 +28,9 @@ from overcoat.train.fit import (
     training,
     training_setup,
 )  # fmt: skip
+from overcoat.train.build import freeze, loss_for_estimates, make_recipe
+from overcoat.train.config import Config
+from overcoat.train.configfile import build_config, load_config
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import check_before_training, run_once
 from tests.train.runs import CONFIGS, MakeConfig, assert_same_end, fits_of, losses, stop_at, text_of
