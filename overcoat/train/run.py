@@ -84,7 +84,8 @@ class RunResult:
 
 
 def run(config: Config, console: Console) -> list[RunResult]:
-    """The configured run, then its twin if [compare] asks for one; both resume if they were interrupted."""
+    """Return the results of the configured run, then of its twin if [compare] asks for one; both resume if they were
+    interrupted."""
     if not config.compare.overrides:
         return [run_once(config, console, "Overcoat")]
     twin = twin_config(config)
@@ -96,11 +97,13 @@ def run(config: Config, console: Console) -> list[RunResult]:
         checkpoint.choose_checkpoint(twin)
     except ValueError as error:
         raise ValueError(f"the run of [compare]: {error}{again}") from error
-    return [run_once(config, console, "Overcoat"), run_once(twin, console, config.compare.name)]
+    return [_run_checked(config, console, "Overcoat"), _run_checked(twin, console, config.compare.name)]
 
 
 def check_before_training(config: Config) -> None:
-    """Every mistake in the configuration that shows without reading data, or the run directory."""
+    """ValueError: a mistake that shows without reading data or the run directory."""
+    if process.is_first():
+        check_loggers(config)
     check_config(config)
     if config.model.name:
         check_named_model(config)
@@ -125,13 +128,15 @@ def twin_config(config: Config) -> Config:
 
 
 def run_once(config: Config, console: Console, title: str) -> RunResult:
-    """Train (or go on training) one model and finish it."""
+    """Check the configuration, then train (or go on training) one model and finish it."""
     check_before_training(config)
-    run_dir = Path(config.train.run_dir)
-    if process.is_first():
-        check_loggers(config)
+    return _run_checked(config, console, title)
+
+
+def _run_checked(config: Config, console: Console, title: str) -> RunResult:
+    run_dir, chosen = Path(config.train.run_dir), list[Path | None]()
     if process.is_first() and not os.path.exists(run_dir / LOCK):  # unlike Path.exists no error
-        checkpoint.choose_checkpoint(config)  # what is refused finds its directory as it was
+        chosen.append(checkpoint.choose_checkpoint(config))  # what is refused finds its directory as it was
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -141,7 +146,7 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
         raise ValueError(f"another process is training in {run_dir}: choose another train.run_dir")
 
     with lock(run_dir / LOCK, busy) if process.is_first() else contextlib.nullcontext():
-        start_from = process.share(lambda: checkpoint.choose_checkpoint(config))
+        start_from = process.share(lambda: chosen[0] if chosen else checkpoint.choose_checkpoint(config))
         checkpoints = [] if start_from is None else [start_from]
         if start_from is None and process.is_first():
             checkpoint.set_aside_attempt(config)
