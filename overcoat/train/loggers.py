@@ -1,7 +1,8 @@
 """Loggers of a run's figures besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, by `train.loggers`.
 
-Each is its own library, which reads its own environment: WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI and so on. What
-a run is called there is kept in RUN_DIR/loggers.json, so a resumed run goes on in the same place.
+Each is the library's own writer, configured by its environment: WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI and so
+on. RUN_DIR/loggers.json keeps the run's id there, so a resumed run continues it. accelerate's trackers wrap the same
+writers, but make a PartialState (a device and a process group of its own), and MLflow's waits for its server each time.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from overcoat.train.config import Config
 
 PROJECT = "overcoat"
 KNOWN = "loggers.json"
+MOST_PARAMETERS = 100  # of an MLflow run, in one request
 
 
 class TensorBoard:
-    """Events in RUN_DIR/tensorboard. `write` is given figures of one step under names such as "train/loss"; `close`,
-    whether the run has ended. library: what `load_extra` is told."""
+    """Events in RUN_DIR/tensorboard. `write` takes the figures of one step under names such as "train/loss"; `close`
+    takes whether the run has ended. library: arguments of `load_extra`."""
 
     library = ("torch.utils.tensorboard", "hf", "train.tensorboard = true")
 
@@ -91,24 +93,25 @@ class MLflow:
             experiment = found.experiment_id if found else self.client.create_experiment(name)
             run = self.client.create_run(experiment, run_name=f"{Path(config.train.run_dir).name}: {title}")
             self.run_id = run.info.run_id
-            for section, values in asdict(config).items():
-                for key, value in values.items():
-                    self.client.log_param(self.run_id, f"{section}.{key}", str(value)[:500])
+            flat = [(f"{part}.{key}", v) for part, values in asdict(config).items() for key, v in values.items()]
+            params = [mlflow.entities.Param(key, str(value)[:500]) for key, value in flat]
+            for first in range(0, len(params), MOST_PARAMETERS):
+                self.client.log_batch(self.run_id, params=params[first : first + MOST_PARAMETERS])
             _remember(config, "mlflow", self.run_id)
         self.client.update_run(self.run_id, status="RUNNING")
 
     def write(self, figures: dict[str, float], step: int) -> None:
         now = int(1000 * time.time())
         metrics = [self.metric(name, value, now, step) for name, value in figures.items()]
-        self._check(is_last=False)
+        self._raise_failures(is_last=False)
         self.sent.append(self.sender.submit(self.client.log_batch, self.run_id, metrics))
 
     def close(self, is_done: bool) -> None:
-        self._check(is_last=True)
+        self._raise_failures(is_last=True)
         self.client.set_terminated(self.run_id, "FINISHED" if is_done else "KILLED")
 
-    def _check(self, is_last: bool) -> None:
-        """Raise what sending has raised, after which nothing more is sent: the end of the process waits for a queue."""
+    def _raise_failures(self, is_last: bool) -> None:
+        """Raise an error of sending and send no more: at its end Python would wait for the whole queue."""
         try:
             while self.sent and (is_last or self.sent[0].done()):
                 self.sent.pop(0).result()
@@ -126,7 +129,7 @@ def _names(config: Config) -> list[str]:
 
 
 def check_loggers(config: Config) -> None:
-    """ValueError: a library is not installed. Said before hours of tokenizing, not after."""
+    """ValueError: a library is not installed. Checked before hours of tokenizing."""
     for name in _names(config):
         load_extra(*LOGGERS[name].library)
 
