@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from overcoat.bench.rows import append_row
+from benchmarks.rows import append_row
 
 __all__ = ["RESULTS", "allocator", "append_row"]
 

@@ -1,6 +1,6 @@
 """Tables and loss curves of recorded training runs, compared with the baseline of the same seed and tokens.
 
-python -m benchmarks.report benchmarks/results/paper.jsonl table3 curves.png      of `overcoat paper table3 --json`
+python -m benchmarks.report benchmarks/results/paper.jsonl table3 curves.png      of `paper table3 --json`
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from overcoat.paper.arms import BASELINE
+from benchmarks.paper.arms import BASELINE
 
 Row = dict[str, Any]
 LIMIT = 0.01  # nats: the gap to the baseline that the figure's band shows
@@ -134,7 +134,7 @@ def report(rows: list[Row], figures: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draw the curves of an exhibit's rows that `overcoat paper` has written."""
+    """Draw the curves of an exhibit's rows that `python -m benchmarks paper` has written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("exhibit")

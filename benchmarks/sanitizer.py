@@ -27,7 +27,7 @@ from benchmarks.common import RESULTS, append_row
 
 ROOT = Path(__file__).parents[1]
 # Tests that each tool runs: files that train or measure are left out, and what takes minutes under a tool.
-LEFT_OUT = ("tests/bench", "tests/benchmarks", "tests/estimate", "tests/train")
+LEFT_OUT = ("tests/benchmarks", "tests/estimate", "tests/train")
 KERNELS = "tests/kernels"
 # Tests of kernels that are PyTorch's and cuBLAS' alone.
 THE_LIBRARYS = ("test_product", "test_block_product", "test_attention")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.times
 
-Rows of `overcoat bench model` (model.jsonl, printed.jsonl) and of FSDP2 on two GPUs (sharded.jsonl).
+Rows of `python -m benchmarks model` (model.jsonl, printed.jsonl) and of FSDP2 on two GPUs (sharded.jsonl).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from overcoat.bench.contestants import trainer_of
-from overcoat.bench.optimizer import OPTIMIZERS
+from benchmarks.contestants import trainer_of
+from benchmarks.optimizer import OPTIMIZERS
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import HOSTS, Cluster, Times

@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common import RESULTS, append_row
+from benchmarks.paper.arms import ARMS, BASELINE, train
 from benchmarks.report import report
-from overcoat.paper.arms import ARMS, BASELINE, train
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 

@@ -38,7 +38,7 @@ import torch
 
 import overcoat
 from benchmarks.common import RESULTS, append_row
-from overcoat.bench.timing import host_ms, steady_ms
+from benchmarks.timing import host_ms, steady_ms
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"default": "", "paper": "paper", "leanest": "leanest", "block scales": "block"}

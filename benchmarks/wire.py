@@ -3,7 +3,7 @@
     python -m benchmarks.wire --gpus 2                     Llama-2-7B of 8 layers, 4 x 2048 on each GPU
     python -m benchmarks.wire --gpus 2 --trace folder      and each one's trace, for chrome://tracing
 
-One step of a contestant of `overcoat bench model` is profiled on rank 0, after warm-up. One row of results/wire.jsonl:
+One step of a contestant of `benchmarks.model` is profiled on rank 0, after warm-up. One row of results/wire.jsonl:
 
     gathered, reduced   bytes that one GPU receives: of a collective's N parts all but its own
     nccl_ms             time in which at least one collective's kernel runs; exposed_ms: of it, while no other does
@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import RESULTS, append_row
-from overcoat.bench.model import WARMUP, Training, Work
+from benchmarks.model import WARMUP, Training, Work
 from overcoat.models.shapes import MODELS
 
 CONTESTANTS = ("overcoat", "overcoat fp8 all-gather", "bf16 compile, torch AdamW", "torchao tensorwise, torch AdamW")
@@ -83,7 +83,7 @@ def _rank(rank: int, folder: str, name: str, work: Work) -> None:
     if rank == 0:
         trace.export_chrome_trace(f"{folder}/trace.json")
     dist.barrier()
-    os._exit(0)  # as in `bench model`
+    os._exit(0)  # as in benchmarks.model
 
 
 def main() -> None:

@@ -4,11 +4,9 @@
     overcoat train CONFIG.toml --gpus 8                   the same on several GPUs, as under torchrun
     overcoat train --keys                                 every key with its default and meaning
     overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
-    overcoat bench layer                                  Overcoat beside other libraries (optimizer, kernels, model)
     overcoat eval runs/demo --text FILE --tasks paper     perplexity and tasks of trained models, side by side
     overcoat init new.toml --model NAME --data FILE       a configuration that fits the GPU
     overcoat report runs/demo                             a run, or several, as an HTML page
-    overcoat paper list                                   the tables and figures of the paper, measured here
 
 Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed, or the system refused
 (disk full, permissions); 130, 143, 129 and 138 stopped by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 after writing a
@@ -37,11 +35,9 @@ from overcoat.version import VERSION
 # Commands besides `train`, whose options are in overcoat/COMMAND/command.py; that imports PyTorch, which takes seconds.
 COMMANDS = {
     "estimate": "predict the memory of training, without a GPU",
-    "bench": "measure Overcoat beside other libraries",
     "eval": "perplexity and tasks of trained models, side by side",
     "init": "write a configuration that fits the GPU",
     "report": "one or several runs as an HTML page",
-    "paper": "measure the tables and figures of COAT here",
 }
 
 # What to do about a system's error, whoever met it; the same command goes on from the newest checkpoint.

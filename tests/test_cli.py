@@ -75,7 +75,7 @@ def test_train_prints_one_json_line(config: str, tmp_path: Path, capsys: pytest.
         ("train --json CONFIG train.stepz=3", 2, "unknown key train.stepz"),
         ("train CONFIG train.steps=2 --json train.stepz=3", 2, "unknown key train.stepz"),
         ("train CONFIG --jsonn train.steps=2", 2, "unrecognized arguments: --jsonn; keys are set as train.steps=10"),
-        ("paper list --jsonn", 2, "unrecognized arguments: --jsonn\n"),
+        ("report run --jsonn", 2, "unrecognized arguments: --jsonn\n"),
         ("train", 2, "needs a CONFIG.toml"),
         ("", 2, "COMMAND"),
         ("--version", 0, VERSION),
@@ -134,7 +134,7 @@ def test_a_missing_extra_names_it(config: str) -> None:
     assert "overcoat train needs the package 'rich': pip install 'overcoat[hf]'" in done.stderr
 
 
-@pytest.mark.parametrize("words", ["train --keys", "paper list", "paper --help", "--version"])
+@pytest.mark.parametrize("words", ["train --keys", "estimate --help", "--version"])
 def test_a_reader_that_leaves_is_no_error(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`overcoat train --keys | head`: here the other end is closed before the first byte."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it argparse itself passes over the error

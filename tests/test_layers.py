@@ -24,13 +24,8 @@ LAYERS = (
     ("distributed",),
     ("",),
     ("estimate",),
-    ("train", "bench"),
-    (
-        "report",
-        "init",
-        "eval",
-    ),
-    ("paper",),
+    ("train",),
+    ("report", "init", "eval"),
     ("cli",),
     ("__main__",),
 )

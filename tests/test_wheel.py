@@ -22,8 +22,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"  # setuptools would find what an earlier build has left in the tree
     shutil.copytree(ROOT / "overcoat", source / "overcoat", ignore=shutil.ignore_patterns("__pycache__"))
-    (source / "tests").mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "tests/test_wheel.py"):
+    for name in ("tests", "benchmarks"):  # both stay out
+        (source / name).mkdir()
+    files = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+    for name in (*files, "tests/test_wheel.py", "benchmarks/__init__.py", "benchmarks/__main__.py"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -41,15 +43,15 @@ def test_the_wheel_has_the_package_its_types_and_its_command(built: str) -> None
         ]  # fmt: skip
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "overcoat").rglob("*.py")}
     inside = {name for name in names if name.startswith("overcoat/")}
-    data = {f"overcoat/{name}" for name in ("py.typed", "report/page.css", "report/page.js", "paper/problems.txt")}
+    data = {f"overcoat/{name}" for name in ("py.typed", "report/page.css", "report/page.js")}
     assert inside == {*modules, *data}
     assert {name.split("/")[0] for name in names} == {"overcoat", info}
 
 
-def test_the_sdist_has_no_tests_without_their_helpers(built: str) -> None:
+def test_the_sdist_has_neither_tests_nor_benchmarks(built: str) -> None:
     with tarfile.open(next(Path(built).parent.glob("*.tar.gz"))) as archive:
         assert {name.split("/")[1] for name in archive.getnames() if "/" in name} >= {"overcoat", "pyproject.toml"}
-        assert [name for name in archive.getnames() if "/tests" in name] == []
+        assert [name for name in archive.getnames() if "/tests" in name or "/benchmarks" in name] == []
 
 
 @pytest.mark.nightly

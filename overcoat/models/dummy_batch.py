@@ -1,6 +1,6 @@
 """A batch for any model: random tokens and, where the model sees, one image in each row.
 
-`overcoat estimate` and `overcoat bench` run models without a data set. What a vision-language model is given depends
+`overcoat estimate` and the benchmarks run models without a data set. What a vision-language model is given depends
 on its class: LLaVA's images have one size, Qwen3-VL's any. The image's tokens come after a row's first, inside its
 length, and are no labels.
 

@@ -1,6 +1,6 @@
 """Named models, and the transformers configuration of any model. No weights are read.
 
-`overcoat estimate --model`, `overcoat bench model --models` and `overcoat bench layer --shapes` share `MODELS`. A new
+`overcoat estimate --model` and the benchmarks share `MODELS`. A new
 model is one entry: a configuration class of transformers and its keyword arguments, those of a multimodal model's
 language part as `text_config`. Only sizes matter here: rotary bases and token ids are the class's defaults.
 
@@ -19,7 +19,7 @@ from overcoat.models.dummy_batch import sees
 
 class Model(NamedTuple):
     """A model's configuration: class of transformers and its arguments. checkpoint: on the Hugging Face hub; its
-    config.json need not be fetched. batch: rows that `bench layer` runs."""
+    config.json need not be fetched. batch: rows that `python -m benchmarks layer` runs."""
 
     kind: str
     fields: dict[str, Any]
@@ -34,7 +34,7 @@ class Model(NamedTuple):
 
     def config(self) -> Any:
         """The transformers configuration."""
-        kind = getattr(load_extra("transformers", "bench", "overcoat bench"), self.kind)
+        kind = getattr(load_extra("transformers", "hf", "a named model"), self.kind)
         return kind(**{"attn_implementation": "sdpa", **self.fields})
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper.arms import ARMS
 from benchmarks.report import gaps, noise, table
 from benchmarks.report import main as report_main
 from benchmarks.training import main
-from overcoat.paper.arms import ARMS
 from overcoat.train.configfile import build_config, dump_toml, load_config
 from tests.train.conftest import TINY, corpus_files
 

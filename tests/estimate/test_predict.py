@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import overcoat
+from benchmarks.shapes import build_model
 from overcoat import Recipe
-from overcoat.bench.shapes import build_model
 from overcoat.estimate import Predictor, Setup, predict
 from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.phases import measure_step
@@ -23,7 +23,7 @@ from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.models.dummy_batch import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
 from overcoat.train.build import loss_for_estimates
-from tests.bench.peers import SEEING
+from tests.benchmarks.peers import SEEING
 from tests.models.zoo import KINDS, make_batch, make_model
 
 BATCH, LENGTH = 2, 64

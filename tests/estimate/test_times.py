@@ -19,7 +19,7 @@ from overcoat.estimate.times import (
     Work,
     step_times,
 )  # fmt: skip
-from tests.bench.peers import SMALL
+from tests.benchmarks.peers import SMALL
 
 GB = 10**9
 

@@ -16,8 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from overcoat.bench.kernels import SUBJECTS, recorded
-from overcoat.bench.shapes import BlockShape
+from benchmarks.kernels import SUBJECTS, recorded
+from benchmarks.shapes import BlockShape
 from overcoat.kernels import launch
 from overcoat.kernels.op import CATALOGUE
 from overcoat.models.shapes import Model, sizes

@@ -114,7 +114,7 @@ def test_a_row_that_was_cut_is_an_error_in_every_pass(name: str) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_a_cut_row_is_an_assertion(capfd: pytest.CaptureFixture[str]) -> None:
     """In a process of its own: it takes the CUDA context with it."""
-    from overcoat.bench.session import call_alone
+    from benchmarks.session import call_alone
 
     assert "assert" in call_alone(_cut_row, timeout=120)["error"].lower()
 

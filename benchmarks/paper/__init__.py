@@ -1,0 +1,1 @@
+"""The tables and figures of COAT (arXiv 2410.19313), repeated."""

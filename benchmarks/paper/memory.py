@@ -1,0 +1,127 @@
+"""Tables 2, 6 and 7: bytes kept by op, a block's time and memory, whole models' memory and speed.
+
+Bytes come of `overcoat estimate`'s dry runs, on any machine; times of the benchmarks' measurements, on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.layer import measure as measure_layer
+from benchmarks.model import Work
+from benchmarks.model import measure as measure_model
+from benchmarks.paper.result import Options, Result
+from benchmarks.rows import Row
+from benchmarks.session import call_alone
+from benchmarks.shapes import BlockShape
+from overcoat.estimate.predict import Predictor
+from overcoat.estimate.setup import Setup
+from overcoat.models.shapes import MODELS, Model
+from overcoat.recipe import Recipe
+
+BASELINE = Setup(recipe=Recipe.bf16(), moments="fp32", master="bf16+16")
+SETUPS = {"bf16": BASELINE, "paper": Setup(recipe=Recipe.paper(), moments="fp8"), "default": Setup()}
+# What an op of the memory report is in the paper's table: by the end of its name.
+PARTS = {
+    "norms": ("input", "layernorm"),
+    "activation": ("mlp", "act_fn"),
+    "attention": ("attention", "self_attn"),
+    "linear": ("proj", "output"),
+}
+TABLE2 = {
+    "BF16, the paper's": (4, 8, 5, 5.66, 22.66),
+    "Transformer Engine, the paper's": (2, 8, 5, 3.33, 18.33),
+    "COAT, the paper's": (1, 4, 5, 3.33, 13.33),
+}
+# (hidden, sequence): ms of BF16, Transformer Engine and COAT on an H100.
+TABLE6 = {
+    (2048, 2048): (11.83, 8.28, 8.04),
+    (2048, 4096): (24.12, 17.23, 16.71),
+    (4096, 2048): (26.55, 17.98, 16.85),
+    (4096, 4096): (54.80, 37.24, 35.6),
+}
+CONTESTANTS = {"bf16 eager": 0, "transformer engine current": 1, "overcoat paper": 2, "overcoat": None}
+# (model, GPUs, batch): GB at peak of BF16, Transformer Engine and COAT, and COAT's tokens per second and GPU.
+TABLE7 = {
+    ("llama-2-7b", 1, 1): (None, None, 79.3, 5906),
+    ("llama-2-7b", 4, 2): (55.1, 51.1, 35.6, 11257),
+    ("llama-2-7b", 8, 2): (41.2, 37.2, 27.0, 11241),
+    ("llama-2-13b", 4, 1): (76.1, 73.0, 49.1, None),
+    ("llama-2-13b", 8, 1): (49.4, 46.5, 32.5, None),
+    ("llama-30b", 8, 1): (None, None, 70.5, 1363),
+}
+
+
+def kept_units(model: Model, batch: int, sequence: int, setup: Setup) -> dict[str, float]:
+    """U that one block keeps, by part and in all."""
+    config = model.changed(num_hidden_layers=1).config()
+    kept = Predictor(config).kept(batch, sequence, setup)
+    units: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    unit = batch * sequence * config.hidden_size * 2
+    for op, size in kept.by_op().items():
+        part = next((part for part, ends in PARTS.items() if op.endswith(ends)), None)
+        if part is not None and (not op.startswith("model.") or ".layers." in op):
+            units[part] += size / unit
+    units["total"] = sum(units.values())
+    return {part: round(size, 4) for part, size in units.items()}  # scales alone, a few bytes, are 0
+
+
+def table2(options: Options) -> Result:
+    """Small and full are one: nothing is run."""
+    columns = (*PARTS, "total")
+    rows: list[Row] = [{"name": name, **dict(zip(columns, figures, strict=True))} for name, figures in TABLE2.items()]
+    # The paper counts with an MLP of 8/3 times the hidden width.
+    model = MODELS["llama-2-7b"].changed(intermediate_size=10928)
+    names = {"bf16": "BF16, ours (Hugging Face, eager)", "paper": "paper's recipe, ours", "default": "default, ours"}
+    rows += [{"name": names[key], **kept_units(model, 4, 2048, setup)} for key, setup in SETUPS.items()]
+    notes = (
+        "U = tokens x hidden x 2 bytes; the paper's RoPE (2) counts with attention (3). Ours saves a norm's output",
+        "once, for the norm and the GEMM behind it, and recomputes the activation's; Hugging Face's norms save FP32.",
+    )
+    return Result("Table 2: kept for the backward by one block, U", columns, rows, notes)
+
+
+def table6(options: Options) -> Result:
+    """Kept bytes anywhere; times on a GPU."""
+    columns: tuple[str, ...] = ("paper kept x", "ours kept x")
+    shapes = {2048: MODELS["coat-1b"], 4096: MODELS["llama-2-7b"]}
+    is_full = options.size == "full"
+    columns = ("paper ms", "ours ms", *columns) if is_full else columns
+    rows: list[Row] = []
+    for (hidden, sequence), times in TABLE6.items() if is_full else list(TABLE6.items())[:1]:
+        kept = {key: kept_units(shapes[hidden], 4, sequence, setup)["total"] for key, setup in SETUPS.items()}
+        found = {"bf16 eager": (1.0, kept["bf16"]), "transformer engine current": (1.20, None)}
+        found |= {"overcoat paper": (1.65, kept["paper"]), "overcoat": (1.65, kept["default"])}
+        for name, place in CONTESTANTS.items():
+            of_paper, mine = found[name]
+            row: Row = {"name": f"{hidden}, {sequence}: {name}", "paper kept x": of_paper}
+            row["ours kept x"] = None if mine is None else kept["bf16"] / mine
+            row["paper ms"] = None if place is None else times[place]
+            if is_full:
+                shape = BlockShape(shapes[hidden], 4, sequence)
+                measured = call_alone(measure_layer, name, shape, 7, timeout=300.0)
+                row |= {"ours ms": measured.get("total_ms", measured.get("error"))}
+            rows.append(row)
+    notes = ("kept x: how many times less than BF16 keeps. `benchmarks layer` has all shapes and peers.",)
+    return Result("Table 6: one block, forward and backward, and what it keeps", columns, rows, notes)
+
+
+def table7(options: Options) -> Result:
+    """Peaks by the estimate, which measurements confirm to 3% (docs/research/memory.md); speed on a GPU."""
+    is_full = options.size == "full"
+    columns = ("paper BF16 GB", "paper TE GB", "paper COAT GB", "ours GB", "ours BF16 GB")
+    rows: list[Row] = []
+    predictors = {name: Predictor(MODELS[name].config()) for name, _, _ in TABLE7}
+    for (name, gpus, batch), (bf16, te, coat, speed) in TABLE7.items() if is_full else list(TABLE7.items())[:1]:
+        both = [predictors[name].predict(batch, 2048, setup, gpus).peak_bytes / 1e9 for setup in (Setup(), BASELINE)]
+        row = dict(zip(columns, (bf16, te, coat, *both), strict=True))
+        rows.append({"name": f"{name}, {gpus} GPUs, batch {batch}", **row, "paper COAT tok/s": speed})
+        if gpus == 1 and torch.cuda.is_available():
+            work = Work(MODELS[name], batch, 2048)
+            measured = call_alone(measure_model, "overcoat", work, 10, timeout=400.0)
+            rows[-1]["ours tok/s"] = measured.get("tokens_per_second", measured.get("error"))
+    notes = (
+        "Peaks by `overcoat estimate`; BF16 has FP32 moments and weights. Tokens/s: on a GPU, of what one GPU holds;",
+        "several GPUs: torchrun ... overcoat train (docs/many-gpus.md).",
+    )
+    return Result("Table 7: whole training steps", (*columns, "paper COAT tok/s", "ours tok/s"), rows, notes)

@@ -1,0 +1,165 @@
+"""Tables 1 and 8, figures 2 and 3: what AdamW's moments lose in 8-bit codes, and what expansion does to them.
+
+AdamW moves a weight by r = m / (sqrt(v) + eps), so that is where an error counts. With r' from the decoded moments,
+over all parameters of a run that kept its moments in FP32:
+
+    error = 1e4 * sum (r' - r)^2 / sum r^2
+
+The paper's errors are sums of squares on its own states, so what compares is the ratio to E4M3's for both moments.
+Codes are rounded as a step rounds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.paper.arms import newest_checkpoint, tiny_run
+from benchmarks.paper.result import Options, Result
+from benchmarks.rows import Row
+from overcoat.formats import to_groups
+from overcoat.formats.expansion import EXPONENT_STEPS, FORMAT_RANGE_LOG2, exponent_of_range, smallest_positive
+from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
+
+GROUP_SIZE = 128
+CHUNK = 1 << 16  # groups encoded at once
+EPS = 1e-8
+FIRST = ("e4m3", "e4m3x", "e5m2", "e5m2x", "de8", "de8x", "sqrt8", "bf16", "fp32")
+SECOND = ("e4m3", "e4m3x", "e5m2", "e5m2x", "de8", "de8x", "log8", "bf16", "fp32")
+PAIRS = (*itertools.product(FIRST, SECOND), ("ratio8", "log8"))
+# Rows: codes of m; columns: of v, in SECOND's order.
+TABLE1 = {
+    "e4m3": (20.10, 18.08, 25.65, 18.16),
+    "e4m3x": (15.13, 12.31, 21.96, 12.43),
+    "e5m2": (37.02, 35.96, 40.30, 36.00),
+    "e5m2x": (17.79, 15.48, 23.84, 15.57),
+}
+TABLE8 = {
+    "e4m3x": (15.13, 12.31, 21.96, 12.43, 14.01, 18.84),
+    "de8": (12.11, 8.27, 20.02, 8.43, 10.54, 16.25),
+    "de8x": (11.57, 7.47, 19.69, 7.65, 9.91, 15.81),
+}
+OURS = (("ratio8", "log8"), ("sqrt8", "log8"), ("bf16", "bf16"))
+
+
+def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """(m, v) of each parameter in a checkpoint of `overcoat train`, FP32 groups (1, N, 128) in chunks. ValueError: the
+    moments of the checkpoint are already coded."""
+    saved = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True, mmap=True)
+    for state in saved["optimizer"]["state"].values():
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        if any(moment.dtype != torch.float32 for moment in moments):
+            raise ValueError(f"{checkpoint}: moments are {moments[0].dtype}; train with optimizer.moments=fp32")
+        m, v = (to_groups(x.to(device).reshape(x.shape[0], -1), GROUP_SIZE).view(1, -1, GROUP_SIZE) for x in moments)
+        yield from zip(m.split(CHUNK, 1), v.split(CHUNK, 1), strict=True)
+
+
+def errors(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of r^2, and of (r' - r)^2 for each pair of codes, named "m v"; 0-d FP64."""
+    generator = torch.Generator(m.device).manual_seed(0)
+    bits, phases = torch.randint(-(2**31), 2**31, (2, *m.shape[:2]), generator=generator, device=m.device).int()
+    encoded = {name: encode_second(v, MOMENT_CODES[name], bits, phases) for name in SECOND}
+    second = {name: 1.0 / (decode_second(of, MOMENT_CODES[name]).float().sqrt() + eps) for name, of in encoded.items()}
+    first = {}
+    for name in (*FIRST, "ratio8"):
+        code = MOMENT_CODES[name]
+        first[name] = decode_first(encode_first(m, code, bits, encoded["log8"]), code, encoded["log8"]).float()
+    ratio = m / (v.sqrt() + eps)
+    found = {f"{a} {b}": (first[a] * second[b] - ratio).square().sum(dtype=torch.float64) for a, b in PAIRS}
+    return ratio.square().sum(dtype=torch.float64), found
+
+
+def analyse(checkpoint: Path, eps: float, device: str) -> dict[str, float]:
+    """The relative error of each pair of codes over all parameters of a checkpoint."""
+    reference, total = 0.0, {f"{a} {b}": 0.0 for a, b in PAIRS}
+    for m, v in groups_of(checkpoint, device):
+        part, found = errors(m, v, eps)
+        reference += float(part)
+        for pair, value in found.items():
+            total[pair] += float(value)
+    return {pair: 1e4 * value / reference for pair, value in total.items()}
+
+
+def checkpoint_of(options: Options) -> tuple[Path, str]:
+    run_dir = tiny_run() if options.size == "small" else options.checkpoint
+    return newest_checkpoint(run_dir), "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _table(title: str, of_paper: Mapping[str, tuple[float, ...]], options: Options) -> Result:
+    checkpoint, device = checkpoint_of(options)
+    found = analyse(checkpoint, EPS, device)
+    pairs: list[tuple[str, str, float | None]]
+    pairs = [(a, b, value) for a, values in of_paper.items() for b, value in zip(SECOND, values, strict=False)]
+    pairs += [(a, b, None) for a, b in OURS]
+    rows: list[Row] = []
+    for a, b, value in pairs:
+        row: Row = {"name": f"m {a}, v {b}", "paper": value, "ours": found[f"{a} {b}"]}
+        row["paper / E4M3"] = None if value is None else value / TABLE1["e4m3"][0]
+        rows.append({**row, "ours / E4M3": found[f"{a} {b}"] / found["e4m3 e4m3"]})
+    notes = ("x: with dynamic range expansion. ours: 1e4 x relative mean square; compare the ratios.",)
+    return Result(title, ("paper", "ours", "paper / E4M3", "ours / E4M3"), rows, notes)
+
+
+def table1(options: Options) -> Result:
+    return _table("Table 1: error of m / sqrt(v), FP8 codes", TABLE1, options)
+
+
+def table8(options: Options) -> Result:
+    return _table("Table 8: error of m / sqrt(v), with dynamic exponents", TABLE8, options)
+
+
+def _ranges(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """log2 of each group's range, and its k for E4M3; of groups with more than one size, FP32 (N,)."""
+    top, low = groups.abs().amax(-1, keepdim=True), smallest_positive(groups)
+    some = (top > low).flatten()
+    exponents = exponent_of_range(top, low, FORMAT_RANGE_LOG2["e4m3"]).float() / EXPONENT_STEPS
+    return (top / low).log2().flatten()[some], exponents.flatten()[some]
+
+
+def figure2(options: Options) -> Result:
+    """Quantiles over groups of 128 with a range."""
+    checkpoint, device = checkpoint_of(options)
+    parts = [[_ranges(moment) for moment in pair] for pair in groups_of(checkpoint, device)]
+    rows: list[Row] = []
+    curves = {}
+    for place, (name, octaves, power) in enumerate((("m", math.log2(1e3), 2.0), ("v", math.log2(1e1), 10.0))):
+        before, exponents = (torch.cat([part[place][kind] for part in parts]).cpu() for kind in (0, 1))
+        figures = {"range": before, "range, expanded": before * exponents, "k": exponents}
+        for kind, values in figures.items():
+            some = values[:: len(values) // 10**6 + 1]  # torch.quantile takes no more than 16 M
+            quantiles = torch.quantile(some, torch.linspace(0, 1, 101)).tolist()
+            of_paper = {"range": octaves, "k": power}.get(kind, FORMAT_RANGE_LOG2["e4m3"])
+            row = {"name": f"{name}: {kind}", "paper about": of_paper}
+            rows.append({**row, "10%": quantiles[10], "median": quantiles[50], "90%": quantiles[90]})
+            curves[f"{name}: {kind}"] = {value: share / 100 for share, value in enumerate(quantiles)}
+    notes = ("Octaves between a group's largest and smallest value; E4M3 has 17.8.",)
+    columns, labels = ("paper about", "10%", "median", "90%"), ("octaves, or k", "share of groups below")
+    return Result("Figure 2: dynamic range of groups before and after expansion", columns, rows, notes, curves, labels)
+
+
+def figure3(options: Options) -> Result:
+    """How often each binade of E4M3 occurs."""
+    checkpoint, device = checkpoint_of(options)
+    counts: dict[str, Tensor] = {}
+    for m, v in groups_of(checkpoint, device):
+        for code in ("e4m3", "e4m3x"):
+            encoded = (encode_first(m, MOMENT_CODES[code]), encode_second(v, MOMENT_CODES[code]))
+            for name, moment in zip("mv", encoded, strict=True):
+                magnitude = moment.codes.view(torch.uint8)[(m if name == "m" else v) != 0].int() & 0x7F
+                key = f"{name}: {'expanded' if code == 'e4m3x' else 'as it is'}"
+                counts[key] = counts.get(key, 0) + torch.bincount(magnitude, minlength=128).cpu()
+    rows, curves = [], {}
+    for key, count in sorted(counts.items()):
+        share = count / count.sum()
+        bits, used = -(share * share.clamp(min=1e-30).log2()).sum(), int((share > 1e-3).sum())
+        figures = {"bits used of 7": float(bits), "codes above 0.1%": used, "zero %": 100 * float(share[0])}
+        rows.append({"name": key, **figures})
+        curves[key] = {2.0 ** (place - 7): float(value) for place, value in enumerate(share.view(16, 8).sum(1))}
+    notes = ("Magnitudes of E4M3's codes. The paper draws them: most codes unused before expansion, all after.",)
+    columns, labels = ("bits used of 7", "codes above 0.1%", "zero %"), ("size of the code (binade)", "share")
+    return Result("Figures 3 and 9: codes before and after expansion", columns, rows, notes, curves, labels)

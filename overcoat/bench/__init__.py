@@ -1,1 +1,0 @@
-"""`overcoat bench`: this project and its peers, measured in one run on one GPU."""

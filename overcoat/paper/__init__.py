@@ -1,1 +1,0 @@
-"""`overcoat paper`: the tables and figures of COAT (arXiv 2410.19313), repeated."""

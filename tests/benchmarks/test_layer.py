@@ -1,0 +1,96 @@
+"""`benchmarks.layer`: everyone computes the same block, under the same names; on a GPU, what a tiny run measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import overcoat
+from benchmarks.contestants import ENGINES
+from benchmarks.layer import RESULTS, accuracy, measure
+from benchmarks.shapes import SHORT, BlockShape, block_shape, build_block
+from overcoat.models.shapes import MODELS, Model, sizes
+from tests.benchmarks.peers import SHAPE, model_of
+from tests.models.zoo import KINDS
+
+EAGER = [name for name, engine in ENGINES.items() if not engine.needs and not engine.compile]
+WIDE = BlockShape(Model("LlamaConfig", sizes(512, 1024, 1, 4, 2, 32)), 2, 256)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_everyone_computes_the_same_block(name: str) -> None:
+    """A wrong weight or a wrong name leaves no signal at all."""
+    found = accuracy(name, SHAPE, 4, "cpu")
+    assert found.pop("draws") == 4
+    errors = {key: found.pop(f"{key}_error") for key in RESULTS.values()}
+    assert set(found) == set(RESULTS.values())
+    for key, decibels in found.items():
+        assert decibels > (30 if name == "bf16 eager" else 15), key
+        assert 0 <= errors[key] < 5, key
+
+
+def test_planted_outliers_cost_signal() -> None:
+    usual, planted = (accuracy("overcoat", SHAPE, 2, "cpu", each)["dx"] for each in (False, True))
+    assert usual - 3 > planted > 5
+
+
+# transformers' experts do not run in FP64, which is the truth here.
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("llama", *EXPERTS)])
+def test_every_family_of_the_registry_has_a_block(kind: str) -> None:
+    found = accuracy("overcoat", SHAPE._replace(model=model_of(kind)), 2, "cpu")
+    assert {"output", "dx"} < found.keys()
+    assert any(key.endswith(".weight") for key in found)
+    for key, decibels in found.items():
+        if "error" not in key and "k_proj.bias" not in key and key != "draws":  # softmax does not see k's bias
+            assert decibels > 12, key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["overcoat", "overcoat leanest", "bf16 eager", "bf16 compile"])
+def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
+    figures = measure(name, WIDE, 2)
+    unit = WIDE.batch * WIDE.sequence * 512 * 2
+    assert figures["total_ms"] > figures["forward_ms"] > 0
+    assert 0 < figures["host_ms"] < 20.0  # it never waits for the device, which is busy that long
+    assert figures["backward_ms"] == pytest.approx(figures["total_ms"] - figures["forward_ms"])
+    assert figures["kept_units"] == pytest.approx(figures["kept_bytes"] / unit)
+    assert figures["peak_bytes"] > figures["kept_bytes"] > 0
+    if name == "overcoat leanest":
+        assert figures["kept_units"] < 1.0
+    if name == "bf16 eager":
+        assert figures["kept_units"] > 10.0
+
+
+@pytest.mark.gpu
+def test_of_graphs_the_total_and_the_host_are_measured() -> None:
+    figures = measure("overcoat compile, graphs", WIDE, 2)
+    assert set(figures) == {"total_ms", "host_ms"}
+    assert figures["total_ms"] > 0
+
+
+# ---- Decoder blocks by name, and models of random weights -----------------------------------------------------------
+
+
+def test_blocks_by_name() -> None:
+    """Every model is one, and the short names stay."""
+    assert block_shape("7b-s4096") == block_shape("llama-2-7b-s4096") == (MODELS["llama-2-7b"], 4, 4096)
+    assert block_shape("30b") == (MODELS["llama-30b"], 2, 2048)
+    shapes = map(block_shape, [*MODELS, *SHORT])
+    assert {shape.batch * shape.sequence for shape in shapes} == {4096, 8192, 16384}
+    for name in ("8b", "7b-s", "7b-s0", ""):
+        with pytest.raises(ValueError, match=f"unknown shape '{name}'; choose MODEL or MODEL-sTOKENS of 124m, "):
+            block_shape(name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_block_of_its_family(name: str) -> None:
+    """Of the text, where a model sees; narrow, but with its own heads."""
+    model = MODELS[name].changed(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    built, inputs = build_block(BlockShape(model.changed(head_dim=32, vocab_size=64), 1, 8), torch.bfloat16, "cpu")
+    assert not overcoat.convert(built).left_alone
+    x = torch.randn(1, 8, 128).bfloat16().requires_grad_()
+    built.layers[0](x, **inputs).sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,135 @@
+"""`benchmarks.paper`: the list, the small size of what a CPU can do, and what is said of the rest."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.paper import arms, memory, training
+from benchmarks.paper.command import EXHIBITS, lacking
+from benchmarks.paper.result import Options
+from overcoat.train.loop import RunStoppedError, UnreadableDataError
+from tests.eval.conftest import write_task
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _less_text() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # small products, and other work on the machine
+    arms.TINY["data"] = {**arms.TINY["data"], "files": [str(Path(torch.__file__).parent / "nn" / "*.py")]}
+    arms.TINY["train"] = {**arms.TINY["train"], "steps": 4, "batch_size": 2}
+    arms.TINY["schedule"] = {"warmup_steps": 1}
+    training.SMALL_MATH[2]["train"] |= {"steps": 2}
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_list_has_every_table_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == list(EXHIBITS)
+    assert all("  runs here" in line or "  needs" in line for line in lines)
+
+
+# The baseline, and one that differs from it most; other arms are other settings of the same training.
+FEWER_ARMS = {"table3": ("--arms", "bf16", "default"), "table4": ("--arms", "bf16", "lora")}
+
+
+# Figures 5 to 9 are the curves of others.
+@pytest.mark.parametrize(
+    "name", {exhibit.run: name for name, exhibit in [*EXHIBITS.items()][::-1] if exhibit.small}.values()
+)
+def test_the_small_size_runs_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, image = tmp_path / "rows.jsonl", tmp_path / "image.png"
+    examples = [{"question": "def f(", "choices": ["x", ")"], "label": label} for label in (0, 1, 1)]
+    how = "output_type: multiple_choice\ndoc_to_choice: choices"
+    tasks = ["--tasks", str(write_task(tmp_path, "tiny", examples, how, "acc"))] if name == "table3" else []
+    asked = [*tasks, *FEWER_ARMS.get(name, ())]
+    assert main(["paper", name, *asked, "--json", str(rows), "--plot", str(image)]) == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    printed = capsys.readouterr().out
+    assert found
+    assert all(row["exhibit"] == name and row["name"] in printed for row in found)
+    assert image.stat().st_size > 0
+    assert name != "table2" or [row["linear"] for row in found[-2:]] == [0, 0]  # scales alone
+    assert not tasks or all(3 * row["tiny acc"] in (0, 1, 2, 3) and "tiny acc" in printed for row in found)
+
+
+def test_the_full_tables_measure_what_bench_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, on a GPU: a call that does not fit would be a row's error."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "kept_units", lambda *_: {"total": 1.0})
+    predictor = SimpleNamespace(predict=lambda *_: SimpleNamespace(peak_bytes=1))
+    monkeypatch.setattr(memory, "Predictor", lambda _: predictor)
+    calls = []
+
+    def call(function: Any, *arguments: Any, timeout: float) -> dict[str, float]:
+        calls.append(inspect.signature(function).bind(*arguments))
+        return {"total_ms": 1.0, "tokens_per_second": 2.0}
+
+    monkeypatch.setattr(memory, "call_alone", call)
+    options = Options(size="full")
+    assert {row["ours ms"] for row in memory.table6(options).rows} == {1.0}
+    assert [row["ours tok/s"] for row in memory.table7(options).rows if "ours tok/s" in row] == [2.0]
+    assert len(calls) == len(memory.TABLE6) * len(memory.CONTESTANTS) + 1
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_what_the_full_size_needs_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (needs := lacking(EXHIBITS[name], "full", None)):
+        return
+    assert main(["paper", name, "--size", "full"]) == 2
+    assert capsys.readouterr().err.strip() == f"benchmarks paper: paper {name} --size full needs {needs}"
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("table1 --checkpoint runs/a", "--checkpoint"),  # small: a tiny run is looked at
+        ("table3 --config a.toml", "--config"),
+        ("table2 --seeds 1", "--seeds"),
+        ("table5 --tasks sciq", "--tasks"),
+        ("table2 --set train.steps=1 --arms bf16", "--set"),
+    ],
+)
+def test_what_would_not_be_read_is_refused(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper", *words.split()]) == 2
+    remedy = ", or give --size full" if option in ("--checkpoint", "--config") else ""
+    said = f"paper {words.split()[0]} --size small does not read {option}: leave it out{remedy}"
+    assert capsys.readouterr().err.strip() == f"benchmarks paper: {said}"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (
+            RunStoppedError(signal.SIGTERM, Path("x")),
+            143,
+            "benchmarks paper: SIGTERM: stopped; --dir would have",
+        ),
+        (UnreadableDataError("no rows"), 2, "benchmarks paper: no rows"),
+        (None, 2, "benchmarks paper: --plot a.nosuch: an image ends with one of "),
+    ],
+)
+def test_what_ends_a_training_is_one_line(
+    error: Exception | None, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: Any) -> Any:
+        raise error or AssertionError("trained before it was refused")
+
+    monkeypatch.setattr(training, "train", train)
+    assert main(["paper", "table3", *([] if error else ["--plot", "a.nosuch"])]) == status
+    found = capsys.readouterr().err
+    assert found.startswith(said)
+    assert found.count("\n") == 1
