@@ -2,6 +2,7 @@
 
     python -m benchmarks layer                 one of them; --help says what it measures
     python -m benchmarks paper list            the tables and figures of COAT
+    python -m benchmarks layer --json FILE     appends rows: date, commit, GPU, versions, command, figures
 
 Exit status: 0 done; 2 a mistake in what was asked for, or a package or GPU that is missing, in one line on stderr.
 """
@@ -13,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # Those with `add_arguments` and `run`, which import PyTorch only when they are asked for.
 TOOLS = {
@@ -21,6 +23,9 @@ TOOLS = {
     "model": "whole training steps of a whole model: ours and assembled peers",
     "kernels": "every kernel against the copy bandwidth",
     "paper": "the tables and figures of COAT, measured here",
+    "turns": "the working tree beside another commit, in turns in one process",
+    "memory": "predicted beside measured peaks of whole training steps",
+    "scores": "gradients where attention's scores are large",
 }
 
 
@@ -37,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module("benchmarks.paper.command" if name == "paper" else f"benchmarks.{name}")
             tool.description = module.__doc__
             module.add_arguments(tool)
+            tool.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per row")
             tool.set_defaults(function=module.run)
     parsed = parser.parse_args(words)
-    parsed.argv = words
     try:
         return int(parsed.function(parsed))
     except (ValueError, FloatingPointError) as error:

@@ -44,13 +44,6 @@ from overcoat.models.head import why_head_unsupported
 from overcoat.models.masks import nothing_hidden
 
 Context = Callable[[], AbstractContextManager[Any]]
-# In the order in which they are tried; a shape that a backend cannot do goes to the next.
-CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class Engine(NamedTuple):
@@ -72,7 +65,9 @@ class Engine(NamedTuple):
 
 
 def cudnn_first() -> AbstractContextManager[Any]:
-    return sdpa_kernel(CUDNN_FIRST, set_priority=True)
+    """Return PyTorch's attention, in this order: a shape that a backend cannot do goes to the next."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
 
 
 def overcoat_engine(recipe: Recipe, **options: Any) -> Engine:
@@ -101,6 +96,11 @@ def torchao_engine(recipe: str) -> Engine:
     return Engine(change, ("torchao",), compile_peer)
 
 
+def transformer_engine(recipe: str) -> Engine:
+    change = functools.partial(use_transformer_engine, recipe=recipe)
+    return Engine(change, ("transformer_engine",), delayed=recipe == "delayed")
+
+
 def compile_peer(model: Any, mode: str | None = None) -> None:
     layers = decoder_layers(model).values()
     # One entry per layer at worst; beyond the limit layers would silently run eager.
@@ -111,10 +111,12 @@ def compile_peer(model: Any, mode: str | None = None) -> None:
 
 compile_ours = functools.partial(compile_layers, graphs=False)
 AS_GRAPHS: dict[str, Any] = {"compile": functools.partial(compile_layers, graphs=True), "graphs": True}
+OVERCOAT = "overcoat"
+PAPER = f"{OVERCOAT} paper"
 OUR_RECIPES = {
-    "overcoat": Recipe(),
+    OVERCOAT: Recipe(),
     "overcoat attention bf16": Recipe(kept_attention="bf16"),
-    "overcoat paper": Recipe.paper(),
+    PAPER: Recipe.paper(),
     "overcoat leanest": Recipe.leanest(),
     "overcoat e4m3 gradients": Recipe(grad_format="e4m3"),
     "overcoat block scaling": Recipe(linear_scaling="block"),
@@ -129,14 +131,7 @@ ENGINES = {
     "bf16 compile": BF16._replace(compile=compile_peer),
     "bf16 compile, graphs": BF16._replace(compile=functools.partial(compile_peer, mode="reduce-overhead"), graphs=True),
     **{f"torchao {recipe}, compile": torchao_engine(recipe) for recipe in ("tensorwise", "rowwise")},
-    **{
-        f"transformer engine {recipe}": Engine(
-            functools.partial(use_transformer_engine, recipe=recipe),
-            ("transformer_engine",),
-            delayed=recipe == "delayed",
-        )
-        for recipe in ("delayed", "current", "block")
-    },
+    **{f"transformer engine {recipe}": transformer_engine(recipe) for recipe in ("delayed", "current", "block")},
 }
 
 
@@ -239,7 +234,7 @@ TRAINERS = {
     **{name: Trainer(ENGINES[name]) for name in OUR_RECIPES},
     "overcoat fp8 all-gather": Trainer(OURS, fp8_all_gather=True),
     "overcoat graphs": Trainer(ENGINES["overcoat compile, graphs"]),
-    "overcoat paper": Trainer(ENGINES["overcoat paper"], "overcoat fp8, bf16+8"),
+    PAPER: Trainer(ENGINES[PAPER], "overcoat fp8, bf16+8"),
     "overcoat fp8 head": Trainer(overcoat_engine(Recipe(head="fp8"))),
     "overcoat bf16 weights": Trainer(OURS, "overcoat 8bit, bf16"),
     "overcoat released": Trainer(OURS, released=True),

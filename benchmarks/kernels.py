@@ -28,7 +28,6 @@ from benchmarks.rows import Column, Row, decimals, percent
 from benchmarks.session import Session, add_common_arguments, attempt, matches
 from benchmarks.shapes import BlockShape, block_shape, build_model, head_dim
 from benchmarks.timing import copy_ms, time_ms
-from overcoat.estimate.command import positive
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.op import Op
 from overcoat.models.convert import convert
@@ -112,7 +111,7 @@ def recorded(subject: str, shape: BlockShape, device: str) -> dict[str, Call]:
 
 
 def measure_subject(
-    subject: str, shape: BlockShape, only: Sequence[str] | None, repeats: int, copy_rate: float, known: Sequence[str]
+    subject: str, shape: BlockShape, only: Sequence[str] | None, copy_rate: float, known: Sequence[str]
 ) -> Row:
     """{signature: figures} of the calls that have not been measured with the subjects before."""
     torch.manual_seed(0)
@@ -122,38 +121,32 @@ def measure_subject(
         for signature, call in new.items():
             name = f"{call.op.reference.__name__} {subject}".strip()
             if matches(name, only):
-                found[signature] = {"name": name, **attempt(measure, call, repeats, copy_rate)}
+                found[signature] = {"name": name, **attempt(measure, call, copy_rate)}
     return found
 
 
-def measure(call: Call, repeats: int, copy_rate: float) -> Row:
+def measure(call: Call, copy_rate: float) -> Row:
     """Bytes, ms and shares of `copy_rate`, in bytes per second, and of a copy of the same size, of one kernel."""
     moved = call.moved_bytes(call.run())
-    timing = time_ms(call.run, repeats)
+    timing = time_ms(call.run)
     rate = moved / timing["ms"] * 1e3
-    return {
-        "bytes": moved,
-        **timing,
-        "TB_per_s": rate / 1e12,
-        "share": rate / copy_rate,
-        "share_of_same_size": copy_ms(moved, repeats) / timing["ms"],
-    }
+    shares = {"share": rate / copy_rate, "share_of_same_size": copy_ms(moved) / timing["ms"]}
+    return {"bytes": moved, **timing, "TB_per_s": rate / 1e12, **shares}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="MODEL[-sTOKENS]", default="7b-s2048", help="as of layer")
-    parser.add_argument("--repeats", type=positive, default=20, help="timed calls (default 20)")
-    add_common_arguments(parser, plot=False)
+    add_common_arguments(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure what every subject calls; of one that fails, say so and go on."""
     shape = block_shape(parsed.shape)
-    session = Session("kernels", parsed, COLUMNS, ("transformers",))
+    session = Session(parsed, COLUMNS)
     session.table(f"{parsed.shape}: batch {shape.batch}, sequence {shape.sequence}, {shape.model}")
     known: list[str] = []
     for subject in SUBJECTS:
-        arguments = (subject, shape, parsed.only, parsed.repeats, session.copy_rate, known)
+        arguments = (subject, shape, parsed.only, session.copy_rate, known)
         found = session.call(measure_subject, *arguments)
         if "error" in found:
             session.add({"shape": parsed.shape, "name": subject, **found})

@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.contestants import ENGINES, Block, make_block
-from benchmarks.rows import Column, Metric, Row, decimals
+from benchmarks.rows import Column, Row, decimals
 from benchmarks.session import Session, add_common_arguments
 from benchmarks.shapes import BlockShape, block_shape, build_block
 from benchmarks.timing import host_ms, steady_ms
 from overcoat.estimate.command import positive
 from overcoat.models.shapes import MODELS
 
-STEPS = 10
+STEPS, WINDOWS = 10, 7
 OUTLIER_CHANNELS, OUTLIER = 8, 20.0
 PLANTED_INPUT, PLANTED_WEIGHT, PLANTED_EVERY = 30.0, 10.0, 7
 ACCURACY_TOKENS, ACCURACY_DRAWS = 1024, 8
@@ -48,11 +48,6 @@ COLUMNS = (
     Column("kept MiB", "kept_bytes", decimals(1, MEBI)),
     Column("peak U", "peak_units", decimals(2)),
     Column("peak MiB", "peak_bytes", decimals(1, MEBI)),
-)
-METRICS = (
-    Metric("ms, forward + backward", ("forward_ms", "backward_ms")),
-    Metric("kept for the backward, MiB", ("kept_bytes",), MEBI, 0),
-    Metric("at the fullest moment, MiB", ("peak_bytes",), MEBI, 0),
 )
 # Columns of the accuracy table: title and result.
 RESULTS = {
@@ -69,7 +64,7 @@ SQNR_COLUMNS = (
 )
 
 
-def measure(name: str, shape: BlockShape, windows: int) -> Row:
+def measure(name: str, shape: BlockShape) -> Row:
     """Times in ms and bytes of one contestant."""
     model, inputs = build_block(shape, torch.bfloat16, "cuda")
     block = make_block(name, model, inputs)
@@ -88,19 +83,14 @@ def measure(name: str, shape: BlockShape, windows: int) -> Row:
     # Waking autograd's own thread takes up to a millisecond. A model pays that once per step, not once per block: here
     # everyone's backward runs on the calling thread.
     with torch.autograd.set_multithreading_enabled(False):
-        figures = {"total_ms": steady_ms(step, windows, STEPS)["ms"], "host_ms": host_ms(step)}
+        figures = {"total_ms": steady_ms(step, WINDOWS, STEPS)["ms"], "host_ms": host_ms(step)}
         if ENGINES[name].graphs:
             # A forward alone would be captured anew, and a graph's own memory is neither freed nor counted as others'.
             return figures
-        ahead = steady_ms(forward, windows, STEPS)["ms"]
+        ahead = steady_ms(forward, WINDOWS, STEPS)["ms"]
     x.grad = None
     block.layer.zero_grad(set_to_none=True)
-    return {
-        "forward_ms": ahead,
-        "backward_ms": figures["total_ms"] - ahead,
-        **figures,
-        **_memory(block, x, dy),
-    }
+    return {"forward_ms": ahead, "backward_ms": figures["total_ms"] - ahead, **figures, **_memory(block, x, dy)}
 
 
 def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
@@ -183,33 +173,23 @@ def decibels(signal: Tensor, noise: Tensor) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shapes",
-        nargs="*",
-        metavar="MODEL[-sTOKENS]",
-        default=["7b-s2048"],
-        help=f"{', '.join(MODELS)} with 2048 tokens in a row or as many as it says, or all (default 7b-s2048)",
-    )
-    parser.add_argument("--repeats", type=positive, default=7, help=f"windows of {STEPS} steps (default 7)")
-    parser.add_argument(
-        "--accuracy", nargs="?", const="llama-2-7b", metavar="MODEL", help="also the SQNR of every result against FP64"
-    )
+    shapes = f"{', '.join(MODELS)} with 2048 tokens in a row or as many as it says, or all (default 7b-s2048)"
+    parser.add_argument("--shapes", nargs="*", metavar="MODEL[-sTOKENS]", default=["7b-s2048"], help=shapes)
+    against = "also the SQNR of every result against FP64 (default of MODEL: llama-2-7b)"
+    parser.add_argument("--accuracy", nargs="?", const="llama-2-7b", metavar="MODEL", help=against)
     parser.add_argument("--planted", action="store_true", help="accuracy with large norm weights and a large channel")
-    parser.add_argument(
-        "--draws", type=positive, default=ACCURACY_DRAWS, help=f"of weights and data, for it (default {ACCURACY_DRAWS})"
-    )
+    draws = f"of weights and data, for it (default {ACCURACY_DRAWS})"
+    parser.add_argument("--draws", type=positive, default=ACCURACY_DRAWS, help=draws)
     add_common_arguments(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     shapes = {name: block_shape(name) for name in (MODELS if "all" in parsed.shapes else parsed.shapes)}
-    session = Session("layer", parsed, COLUMNS, ("transformers",))
+    session = Session(parsed, COLUMNS)
     needs = {name: engine.needs for name, engine in ENGINES.items()}
     for shape, block in shapes.items():
         session.table(f"{shape}: batch {block.batch}, sequence {block.sequence}, {block.model}")
-        rows = session.everyone(needs, measure, block, parsed.repeats, shape=shape)
-        session.draw(rows, group=shape)
-    session.plot(METRICS)
+        session.everyone(needs, measure, block, shape=shape)
     if parsed.accuracy:
         exact = block_shape(parsed.accuracy)._replace(batch=1, sequence=ACCURACY_TOKENS)
         title = f"SQNR in dB against FP64, {parsed.accuracy}, 1024 tokens, {parsed.draws} draws"

@@ -1,28 +1,28 @@
 """Predicted and measured peak memory of whole training steps on one GPU.
 
-    python -m benchmarks.memory                        every case of CASES
-    python -m benchmarks.memory --only 7b leanest      cases with both words in their name
-    python -m benchmarks.memory --configs              configs/*.toml, with random weights and tokens
+    python -m benchmarks memory                        every case of CASES
+    python -m benchmarks memory --only 7b leanest      cases with both words in their name
+    python -m benchmarks memory --configs              configs/*.toml, with random weights and tokens
 
-Two steps each; the second one, whose optimizer states exist from the start, is measured. One row of
-results/memory.jsonl per case: bytes predicted and measured, their relative difference, peaks by kind of phase, what
-the allocator reserved, and what of the GPU's memory in use lies outside it (CUDA context, other processes).
+Two steps each; the second one, whose optimizer states exist from the start, is measured. A row is a case: bytes
+predicted and measured, their relative difference, peaks by kind of phase, what the allocator reserved, and what of the
+GPU's memory in use lies outside it (CUDA context, other processes).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import time
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 import overcoat
-from benchmarks.common import RESULTS, allocator, append_row
+from benchmarks.rows import ROOT, append_row
+from benchmarks.session import attempt
 from overcoat import Recipe
 from overcoat.estimate.phases import Phase, kind_of, measure_step
 from overcoat.estimate.predict import Predictor
@@ -32,13 +32,11 @@ from overcoat.models.shapes import MODELS, Model
 from overcoat.train.batch_plan import training
 from overcoat.train.configfile import load_config
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 # Configurations for a laptop and for a first run.
 SMALL = ("demo", "llama-124m")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A training step: transformers configuration, batch, sequence, setup."""
 
     name: str
@@ -93,7 +91,7 @@ def cases() -> Iterator[Case]:
 
 def config_cases() -> Iterator[Case]:
     """The shipped training configurations, but those on images, which the estimate does not know."""
-    for path in sorted(CONFIGS.glob("*.toml")):
+    for path in sorted((ROOT / "configs").glob("*.toml")):
         config = load_config(path)
         if path.stem not in SMALL and not config.data.images:
             asked = training(config)
@@ -102,30 +100,26 @@ def config_cases() -> Iterator[Case]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Predicted and measured bytes of a step, and their relative difference."""
-    began = time.perf_counter()
     prediction = Predictor(case.config).predict(case.batch, case.sequence, case.setup)
-    predict_seconds = time.perf_counter() - began
     phases = measured_step(case, "cuda")
     reserved = torch.cuda.memory_reserved()
-    measured = max(phase.peak for phase in phases)
+    fullest = max(phases, key=lambda phase: phase.peak)
     free, total = torch.cuda.mem_get_info()
     return {
-        "case": case.name,
         "parameters": prediction.parameters,
         "batch": case.batch,
         "sequence": case.sequence,
         "predicted": prediction.peak_bytes,
-        "measured": measured,
-        "difference": prediction.peak_bytes / measured - 1,
+        "measured": fullest.peak,
+        "difference": prediction.peak_bytes / fullest.peak - 1,
         "predicted_moment": prediction.moment,
-        "measured_moment": max(phases, key=lambda phase: phase.peak).label,
+        "measured_moment": fullest.label,
         "components": prediction.components,
         "predicted_peaks": peaks(prediction.phases),
         "measured_peaks": peaks(phases),
         "reserved": reserved,
         "outside": total - free - reserved,
-        "predict_seconds": predict_seconds,
-        "seconds": time.perf_counter() - began,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", ""),
     }
 
 
@@ -134,12 +128,11 @@ def measured_step(case: Case, device: str) -> list[Phase]:
     from transformers import AutoModelForCausalLM
 
     setup = case.setup
+    options: dict[str, Any] = {"dtype": setup.torch_dtype, "attn_implementation": "sdpa"}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            case.config, dtype=setup.torch_dtype, attn_implementation="sdpa"
-        ).train()
+        model = AutoModelForCausalLM.from_config(case.config, **options).train()
     overcoat.convert(model, setup.recipe)
-    options: dict[str, Any] = {**setup.group, "offload": setup.offload, "offload_buffer": setup.offload_buffer}
+    options = {**setup.group, "offload": setup.offload, "offload_buffer": setup.offload_buffer}
     optimizer = overcoat.AdamW(model.parameters(), lr=1e-5, **options)
     if setup.release_gradients:
         overcoat.release_gradients(model, optimizer)
@@ -168,42 +161,30 @@ def peaks(phases: list[Phase]) -> dict[str, int]:
     return most
 
 
-def main() -> None:
-    """Measure, print a line for each case and append the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose names hold all these words")
-    parser.add_argument("--configs", action="store_true", help="measure configs/*.toml instead")
-    parser.add_argument("--out", type=Path, default=RESULTS / "memory.jsonl")
-    arguments = parser.parse_args()
-    use_expandable_segments()  # as `overcoat train` does
-    for case in config_cases() if arguments.configs else cases():
-        if all(word in case.name for word in arguments.only):
-            torch._C._cuda_clearCublasWorkspaces()  # those of the case before are not this one's
-            row = attempt(case)
-            print(line(row), flush=True)
-            append_row(arguments.out, {**row, **allocator()})
-            gc.collect()  # model, hook and released optimizer hold each other
-            torch.cuda.empty_cache()
-
-
-def attempt(case: Case) -> dict[str, Any]:
-    """The row of a case, or why there is none."""
-    try:
-        return measure(case)
-    except torch.OutOfMemoryError as error:
-        return {"case": case.name, "error": str(error).splitlines()[0]}
-
-
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
     if "error" in row:
         return f"{row['case']:46s} {row['error']}"
-    return (
-        f"{row['case']:46s} predicted {row['predicted'] / 2**30:7.2f} GiB, measured {row['measured'] / 2**30:7.2f} "
-        f"({row['difference']:+.2%}), {row['predicted_moment']} / {row['measured_moment']}, reserved "
-        f"{row['reserved'] / 2**30:7.2f}, outside {row['outside'] / 2**30:5.2f}, {row['seconds']:.1f} s"
-    )
+    sizes = (f"{key} {row[key] / 2**30:.2f} GiB" for key in ("predicted", "measured", "reserved", "outside"))
+    moments = f"{row['predicted_moment']} / {row['measured_moment']}"
+    return f"{row['case']:46s} {', '.join(sizes)}, {row['difference']:+.2%}, {moments}"
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose names hold all these words")
+    parser.add_argument("--configs", action="store_true", help="measure configs/*.toml instead")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise ValueError(f"needs an NVIDIA GPU, and PyTorch {torch.__version__} sees none")
+    use_expandable_segments()  # as `overcoat train` does
+    for case in config_cases() if parsed.configs else cases():
+        if all(word in case.name for word in parsed.only):
+            torch._C._cuda_clearCublasWorkspaces()  # those of the case before are not this one's
+            row = {"case": case.name, **attempt(measure, case)}
+            print(line(row), flush=True)
+            append_row(parsed.json, row)
+            gc.collect()  # model, hook and released optimizer hold each other
+            torch.cuda.empty_cache()
+    return 0

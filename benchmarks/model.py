@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.contestants import CUSTOM, TRAINERS, WAYS, trainer_of
-from benchmarks.rows import Column, Metric, Row, decimals, line
+from benchmarks.rows import Column, Row, decimals, line
 from benchmarks.session import OUT_OF_MEMORY, Session, add_common_arguments, load_pytorchs_cudnn, matches, say
 from benchmarks.shapes import build_model, head_dim
 from benchmarks.timing import steady_ms, synchronize
@@ -59,10 +59,6 @@ COLUMNS = (
     Column("peak GiB", "peak_bytes", decimals(1, GIBI)),
     Column("reserved", "reserved_bytes", decimals(1, GIBI)),
     Column("loss", "loss", decimals(3)),
-)
-METRICS = (
-    Metric("tokens per second", ("tokens_per_second",), digits=0),
-    Metric("peak memory, GiB", ("peak_bytes",), GIBI),
 )
 
 
@@ -227,27 +223,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=positive, default=0, help="FSDP2 over so many GPUs (default: one without)")
     parser.add_argument("--best", action="store_true", help="then search each one's best batch")
     parser.add_argument("--steps", type=positive, default=10, help=f"timed steps, after {WARMUP} (default 10)")
-    parser.add_argument("--layers", type=positive, help="build only this many layers (of the text)")
     parser.add_argument("--freeze-tower", action="store_true", help="do not train vision towers")
-    parser.add_argument(
-        "--image-side", type=positive, default=SIDE, help=f"pixels a side of images, where not fixed (default {SIDE})"
-    )
-    parser.add_argument(
-        "--recipe", nargs="+", metavar=("NAME", "FIELD=VALUE"), help="add a recipe: default offload_blocks=8, say"
-    )
-    add_common_arguments(parser, timeout=400.0)
+    added = "add a recipe: default offload_blocks=8, say"
+    parser.add_argument("--recipe", nargs="+", metavar=("NAME", "FIELD=VALUE"), help=added)
+    add_common_arguments(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     if parsed.gpus and parsed.gpus > (there := torch.cuda.device_count()):
         raise ValueError(f"--gpus {parsed.gpus}: PyTorch sees {there}")
-    session = Session("model", parsed, COLUMNS, ("transformers",))
+    session = Session(parsed, COLUMNS)
     for name in parsed.models:
-        model = MODELS[name]
-        if parsed.layers is not None:
-            model = model.changed(num_hidden_layers=parsed.layers)
-        _measure_model(session, name, model)
-    session.plot(METRICS)
+        _measure_model(session, name, MODELS[name])
     return 0
 
 
@@ -261,7 +248,7 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
         labels["gpus"] = parsed.gpus
 
     def at(batch: int, name: str) -> Row:
-        work = Work(model, batch, parsed.sequence, parsed.freeze_tower, parsed.image_side, parsed.gpus)
+        work = Work(model, batch, parsed.sequence, parsed.freeze_tower, gpus=parsed.gpus)
         needs = trainer_of(name).needs
         return session.run(name, measure, (name, work, parsed.steps), needs, model=label, **labels, batch=batch)
 
@@ -272,11 +259,9 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
     # A graph would hold parameters where one gathering had put them; one GPU alone gathers nothing.
     able = [name for name, t in trainers.items() if not (t.engine.graphs if parsed.gpus else t.fp8_all_gather)]
     equal = [at(parsed.batch, name) for name in able if matches(name, parsed.only)]
-    session.draw(equal, group=f"{label}, batch {parsed.batch}")
     if parsed.best:
         session.table(f"{label}, other batches")
         best = [search_best_batch(partial(at, name=row["name"]), row) for row in equal if "absent" not in row]
         session.table(f"{label}, each one's best batch")
         for row in best:
             say(line(row, COLUMNS))
-        session.draw(best, group=f"{label}, best batch")

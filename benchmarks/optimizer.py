@@ -23,10 +23,9 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from benchmarks.rows import Column, Metric, Row, decimals, percent
+from benchmarks.rows import Column, Row, decimals, percent
 from benchmarks.session import Session, add_common_arguments
 from benchmarks.timing import steady_ms
-from overcoat.estimate.command import positive
 from overcoat.optim.adamw import AdamW
 
 # Name: (tensors, shape of each)
@@ -38,7 +37,7 @@ SIZES = {
     "1000x16K": (1000, (128, 128)),
     "1x16M": (1, (4096, 4000)),
 }
-LR = 1e-4
+LR, STEPS = 1e-4, 20
 COLUMNS = (
     Column("ms", "ms", decimals(3)),
     Column("state B", "state_bytes_per_parameter", decimals(3)),
@@ -48,10 +47,6 @@ COLUMNS = (
     Column("traffic B", "traffic_bytes_per_parameter", decimals(2)),
     Column("TB/s", "TB_per_s", decimals(2)),
     Column("of copy", "share", percent),
-)
-METRICS = (
-    Metric("ms per step", ("ms",), digits=2),
-    Metric("state, bytes per parameter", ("state_bytes_per_parameter",), digits=3),
 )
 
 
@@ -114,7 +109,7 @@ OPTIMIZERS = {
 }
 
 
-def measure(name: str, count: int, shape: tuple[int, ...], repeats: int, copy_rate: float) -> Row:
+def measure(name: str, count: int, shape: tuple[int, ...], copy_rate: float) -> Row:
     """Time and memory of one optimizer on `count` fresh parameters of `shape`; `copy_rate` in bytes per second."""
     made = OPTIMIZERS[name]
     torch.manual_seed(0)
@@ -134,7 +129,7 @@ def measure(name: str, count: int, shape: tuple[int, ...], repeats: int, copy_ra
     optimizer.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    timing = steady_ms(optimizer.step, repeats)
+    timing = steady_ms(optimizer.step, STEPS)
     if not all(bool(param.isfinite().all()) for param in params):
         raise FloatingPointError("the step made parameters that are not finite")
     if torch.equal(params[0], first):
@@ -168,18 +163,15 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, std: float) -> torch.Ten
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", default=["64x16M"], choices=[*SIZES, "all"], help="default 64x16M")
-    parser.add_argument("--repeats", type=positive, default=20, help="timed steps (default 20)")
     add_common_arguments(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     sizes = list(SIZES) if "all" in parsed.sizes else parsed.sizes
-    session = Session("optimizer", parsed, COLUMNS)
+    session = Session(parsed, COLUMNS)
     for size in sizes:
         count, shape = SIZES[size]
         session.table(f"{size}: {count} tensors, {count * torch.Size(shape).numel() / 1e9:.2f} B parameters")
         needs = {name: optimizer.needs for name, optimizer in OPTIMIZERS.items()}
-        rows = session.everyone(needs, measure, count, shape, parsed.repeats, session.copy_rate, size=size)
-        session.draw(rows, group=size)
-    session.plot(METRICS)
+        session.everyone(needs, measure, count, shape, session.copy_rate, size=size)
     return 0

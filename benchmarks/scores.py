@@ -1,6 +1,6 @@
 """Gradients where attention's scores are large: what Overcoat's 12-bit q and k cost.
 
-    python -m benchmarks.scores --against 9683458
+    python -m benchmarks scores --against 9683458
 
 Models of two layers get query and key weights scaled until their largest score is the one wanted. Such models are
 chaotic, BF16 itself is far from FP32, so errors of all gradients against FP32 are compared, over seeds:
@@ -10,13 +10,14 @@ chaotic, BF16 itself is far from FP32, so errors of all gradients against FP32 a
     default         converted with `Recipe()`; old: the same of another revision
     mean, worst     default's error by attention-bf16's: of the means over seeds, and of one seed
 
-One row of results/scores.jsonl per family and score.
+A row is a family and a score.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import tempfile
 from pathlib import Path
@@ -28,21 +29,28 @@ import transformers
 from torch import Tensor, nn
 
 import overcoat
-from benchmarks.common import RESULTS, append_row
+from benchmarks.rows import append_row
 from benchmarks.turns import load_revision
 
 SCORES = (20.0, 180.0, 700.0, 1000.0, 5000.0, 30000.0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
+LENGTH = 512
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
 
 
-def make_model(family: str, hidden: int, seed: int) -> nn.Module:
+def make_model(family: str, seed: int) -> nn.Module:
     """Two layers, FP32, grouped queries, norm weights that are not one."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = getattr(transformers, family + "Config")(
-        **sizes, num_hidden_layers=2, vocab_size=1024, head_dim=hidden // 8
-    )
+    config = getattr(transformers, family + "Config")(**SIZES)
     model = getattr(transformers, family + "ForCausalLM")._from_config(config, dtype=torch.float32).to(DEVICE).train()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -89,12 +97,10 @@ def gradients(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def errors(
-    family: str, score: float, seed: int, packages: dict[str, Any], hidden: int, length: int
-) -> dict[str, float]:
+def errors(family: str, score: float, seed: int, packages: dict[str, Any]) -> dict[str, float]:
     """Relative errors of all gradients against FP32, and the largest score."""
-    model = make_model(family, hidden, seed)
-    ids = torch.randint(1024, (2, length), device=DEVICE)
+    model = make_model(family, seed)
+    ids = torch.randint(1024, (2, LENGTH), device=DEVICE)
     found = {"largest": plant(model, ids, score)}
     model.bfloat16()
     truth = gradients(copy.deepcopy(model).float(), ids)
@@ -110,32 +116,23 @@ def errors(
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print a line and append a row for each family and score."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="REVISION", help="git revision, or a folder that holds overcoat/, beside")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=RESULTS / "scores.jsonl")
-    options = parser.parse_args(argv)
+
+
+def run(parsed: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         packages = {"new": overcoat}
-        if options.against:
-            packages["old"] = load_revision(options.against, Path(folder))
-        for family in FAMILIES:
-            for score in SCORES:
-                found = [
-                    errors(family, score, s, packages, options.hidden, options.length) for s in range(options.seeds)
-                ]
-                means = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
-                row = {"benchmark": "scores", "family": family, "score": score, "seeds": options.seeds, **means}
-                for name in {"default", "old"} & means.keys():
-                    row[f"{name}_mean"] = means[name] / means["attention-bf16"]
-                    row[f"{name}_worst"] = max(each[name] / each["attention-bf16"] for each in found)
-                append_row(options.out, row)
-                print({name: f"{v:.3g}" if isinstance(v, float) else v for name, v in row.items()}, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        if parsed.against:
+            packages["old"] = load_revision(parsed.against, Path(folder))
+        for family, score in itertools.product(FAMILIES, SCORES):
+            found = [errors(family, score, seed, packages) for seed in range(parsed.seeds)]
+            means = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+            row = {"benchmark": "scores", "family": family, "score": score, "seeds": parsed.seeds, **means}
+            for name in {"default", "old"} & means.keys():
+                row[f"{name}_mean"] = means[name] / means["attention-bf16"]
+                row[f"{name}_worst"] = max(each[name] / each["attention-bf16"] for each in found)
+            append_row(parsed.json, row)
+            print({name: f"{v:.3g}" if isinstance(v, float) else v for name, v in row.items()}, flush=True)
+    return 0

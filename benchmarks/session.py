@@ -21,18 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import (
-    Column,
-    Metric,
-    Row,
-    append_row,
-    bar_chart,
-    check_plot,
-    command_line,
-    environment,
-    heading,
-    line,
-)
+from benchmarks.rows import Column, Row, append_row, environment, heading, line
 from benchmarks.timing import copy_ms
 
 OUT_OF_MEMORY = "out of memory"
@@ -41,29 +30,15 @@ OUT_OF_MEMORY = "out of memory"
 class Session:
     """Measures, prints the table and appends the rows to `--json`."""
 
-    def __init__(
-        self, benchmark: str, parsed: argparse.Namespace, columns: Sequence[Column], needs: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, parsed: argparse.Namespace, columns: Sequence[Column]) -> None:
         if not torch.cuda.is_available():
-            version = torch.__version__
-            raise ValueError(f"needs an NVIDIA GPU, and PyTorch {version} sees none")
-        # Said before, not after, all is measured.
-        for package in [*needs, *(["matplotlib"] if getattr(parsed, "plot", None) else [])]:
-            if not is_installed(package):
-                raise ValueError(f"needs the package {package!r} for this: pip install 'overcoat[hf]'")
-        check_plot(getattr(parsed, "plot", None))
+            raise ValueError(f"needs an NVIDIA GPU, and PyTorch {torch.__version__} sees none")
         self.parsed, self.columns = parsed, columns
-        self.drawn: list[Row] = []
-        where = call_alone(describe, command_line("python -m benchmarks", parsed.argv), timeout=parsed.timeout)
-        if "error" in where:
-            raise ValueError(f"cannot use this GPU: {where['error']}")
-        self.where = {"benchmark": benchmark, **where}
-        self.copy_rate = where["copy_TB_per_s"] * 1e12  # bytes per second, read and written
-        versions = ", ".join(f"{name} {version}" for name, version in where["peers"].items())
-        say(
-            f"{where['gpu']}, device copy {where['copy_TB_per_s']:.2f} TB/s, torch {where['torch']}, "
-            f"triton {where['triton']}, {versions}, commit {where['commit']}"
-        )
+        self.where = {"benchmark": parsed.tool, **call_alone(describe, timeout=parsed.timeout)}
+        if "error" in self.where:
+            raise ValueError(f"cannot use this GPU: {self.where['error']}")
+        self.copy_rate = self.where["copy_TB_per_s"] * 1e12  # bytes per second, read and written
+        say(", ".join(f"{name} {value}" for name, value in self.where.items() if name != "command"))
 
     def table(self, title: str, columns: Sequence[Column] | None = None) -> None:
         """Begin a table; its lines follow."""
@@ -82,57 +57,34 @@ class Session:
 
     def everyone(
         self, needs: Mapping[str, Sequence[str]], function: Callable[..., Row], *arguments: Any, **labels: Any
-    ) -> list[Row]:
+    ) -> None:
         """`run` of (name, *arguments) for all that `--only` leaves in of the contestants; needs: packages, by name."""
-        wanted = {name: packages for name, packages in needs.items() if matches(name, self.parsed.only)}
-        return [self.run(name, function, (name, *arguments), packages, **labels) for name, packages in wanted.items()]
+        for name, packages in needs.items():
+            if matches(name, self.parsed.only):
+                self.run(name, function, (name, *arguments), packages, **labels)
 
     def call(self, function: Callable[..., Row], *arguments: Any) -> Row:
         """Return the result of `function(*arguments)` in a process of its own, or {"error": reason}."""
         return call_alone(function, *arguments, timeout=self.parsed.timeout)
 
     def add(self, row: Row) -> Row:
-        """Append a measured row to the file and print it: the reader of a pipe may be gone."""
-        if self.parsed.json:
-            append_row(self.parsed.json, row, self.where)
+        """Append a measured row to the file and print it."""
+        append_row(self.parsed.json, row, self.where)
         say(line(row, self.columns))
         return row
 
-    def draw(self, rows: Sequence[Row], group: str) -> None:
-        """Keep rows for the plot, in a group of its own."""
-        self.drawn += [{**row, "group": group} for row in rows]
 
-    def plot(self, metrics: Sequence[Metric]) -> None:
-        """Write `--plot`, if asked for."""
-        if self.parsed.plot:
-            where = self.where
-            title = f"{where['gpu']}, torch {where['torch']}, {where['date'][:10]}, commit {where['commit']}"
-            bar_chart(self.parsed.plot, title, self.drawn, metrics)
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--only` and `--timeout`, which every benchmark of contestants has."""
+    words = "run only what has one of these words in its name; =WORD: what has exactly this name"
+    parser.add_argument("--only", nargs="+", metavar="WORD", help=words)
+    limit = "give one measurement up after this long (default 400)"
+    parser.add_argument("--timeout", type=float, default=400.0, metavar="SECONDS", help=limit)
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, timeout: float = 300.0, plot: bool = True) -> None:
-    """Options of every benchmark, and `--plot` of those that draw."""
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="WORD",
-        help="run only what has one of these words in its name; =WORD: what has exactly this name",
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="append one JSON line per result")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=timeout,
-        metavar="SECONDS",
-        help=f"give one measurement up after this long (default {timeout:.0f})",
-    )
-    if plot:
-        parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the results as bars (needs matplotlib)")
-
-
-def describe(command: str) -> Row:
-    """The run's environment and the rate at which the GPU copies 4 GiB, read and written bytes counted."""
-    return {**environment(command), "copy_TB_per_s": round(2**32 / copy_ms(2**32, repeats=10) / 1e9, 3)}
+def describe() -> Row:
+    """Return the run's environment and the rate at which the GPU copies 4 GiB, read and written bytes counted."""
+    return {**environment(), "copy_TB_per_s": round(2**32 / copy_ms(2**32, repeats=10) / 1e9, 3)}
 
 
 def is_installed(package: str) -> bool:
@@ -155,7 +107,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-# ---- a process for each measurement -------------------------------------------------------------------------------
+# ---- a process for each measurement ----------------------------------------------------------------------------------
 
 
 def call_alone(function: Callable[..., Row], *arguments: Any, timeout: float) -> Row:

@@ -1,12 +1,11 @@
-"""Measure the working tree against another revision in one process, taking turns.
+"""The working tree beside another commit: GPU and host time, kept bytes, peaks.
 
-    python -m benchmarks.turns --against 9683458                        all cases, one H200
-    python -m benchmarks.turns --against 9683458 --only block 2048      cases with both words in their name
+    python -m benchmarks turns --against 9683458 --only block 2048      cases with both words in their name
 
 Processes started minutes apart differ by more than the changes that matter: GPUs change their clock, and a host core
 can be twice as slow for seconds. So both revisions run in one process, a few steps each in turn, every other turn in
 reverse order, and the ratio is the median over turns. The other revision is extracted from git and imported under
-another name. One row of results/turns.jsonl per case:
+another name. A row is a case:
 
     ms, host_ms    medians of new and old: GPU time of a step in steady state, host time to queue it
     ratio          median over turns of new ms by old ms; host_ratio the same for the host
@@ -37,11 +36,13 @@ from typing import Any
 import torch
 
 import overcoat
-from benchmarks.common import RESULTS, append_row
+from benchmarks.rows import ROOT, append_row
 from benchmarks.timing import host_ms, steady_ms
 
-ROOT = Path(__file__).parents[1]
-RECIPES = {"default": "", "paper": "paper", "leanest": "leanest", "block scales": "block"}
+RECIPES: dict[str, dict[str, str]] = {
+    **{name: {"name": name} for name in ("default", "paper", "leanest")},
+    "block scales": {"name": "default", "linear_scaling": "block"},
+}
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,12 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, device: str) 
         return LlamaForCausalLM(config).bfloat16().train()
 
 
-def recipe_of(package: Any, name: str) -> Any:
-    """A recipe of RECIPES."""
-    if RECIPES[name] == "block":
-        return package.Recipe(linear_scaling="block")
-    return package.Recipe.from_name(RECIPES[name] or "default")
-
-
 def block_step(
     package: Any, recipe: str, hidden: int, device: str = "cuda", batch: int = 4, length: int = 2048
 ) -> Step:
     """Forward and backward of one decoder block."""
     model = llama(hidden, hidden * 43 // 16, 1, hidden // 128, device)
-    package.convert(model, recipe_of(package, recipe))
+    package.convert(model, package.Recipe.from_name(**RECIPES[recipe]))
     layer = model.model.layers[0]
     x, dy = (torch.randn(batch, length, hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
@@ -192,34 +186,28 @@ def measure(make: Callable[[Any], Step], packages: dict[str, Any], turns: int, w
 def line(name: str, found: dict[str, Any]) -> str:
     """The figures of a case as text."""
     new, old = found["memory"]["new"], found["memory"]["old"]
-    return (
-        f"{name:28s} {found['ms']['new']:8.3f} ms ({found['ratio']:.3f} of old), host {found['host_ms']['new']:7.3f} "
-        f"({found['host_ratio']:.3f}), kept {new['kept'] / 2**20:.1f} MiB ({new['kept'] - old['kept']:+d} B), "
-        f"peak {new['peak'] / 2**20:.1f} MiB ({new['peak'] - old['peak']:+d} B)"
-    )
+    bytes_of = (f"{key} {new[key] / 2**20:.1f} MiB ({new[key] - old[key]:+d} B)" for key in ("kept", "peak"))
+    times = (f"{found[key]['new']:8.3f}" for key in ("ms", "host_ms"))
+    ratios = (f"({found[key]:.3f} of old)" for key in ("ratio", "host_ratio"))
+    return "  ".join([f"{name:28s}", *(f"{a} ms {b}" for a, b in zip(times, ratios, strict=True)), *bytes_of])
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print a line and append a row for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", required=True, metavar="REVISION", help="git revision, or folder, to compare with")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose names hold all these words")
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10, help="steps of each in a turn")
     parser.add_argument("--layers", type=int, default=32, help="of the 7B; two of 32 need 110 GB")
-    parser.add_argument("--out", type=Path, default=RESULTS / "turns.jsonl")
-    arguments = parser.parse_args(argv)
+
+
+def run(parsed: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        packages = {"new": overcoat, "old": load_revision(arguments.against, Path(folder))}
-        for name, make in cases(arguments.layers).items():
-            if not all(word in name for word in arguments.only):
-                continue
-            found = measure(make, packages, arguments.turns, arguments.steps)
-            append_row(arguments.out, {"benchmark": "turns", "case": name, "against": arguments.against, **found})
-            print(line(name, found), flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()
+        packages = {"new": overcoat, "old": load_revision(parsed.against, Path(folder))}
+        for name, make in cases(parsed.layers).items():
+            if all(word in name for word in parsed.only):
+                found = measure(make, packages, parsed.turns, parsed.steps)
+                append_row(parsed.json, {"benchmark": "turns", "case": name, "against": parsed.against, **found})
+                print(line(name, found), flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+    return 0

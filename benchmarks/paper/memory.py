@@ -99,7 +99,7 @@ def table6(options: Options) -> Result:
             row["paper ms"] = None if place is None else times[place]
             if is_full:
                 shape = BlockShape(shapes[hidden], 4, sequence)
-                measured = call_alone(measure_layer, name, shape, 7, timeout=300.0)
+                measured = call_alone(measure_layer, name, shape, timeout=300.0)
                 row |= {"ours ms": measured.get("total_ms", measured.get("error"))}
             rows.append(row)
     notes = ("kept x: how many times less than BF16 keeps. `benchmarks layer` has all shapes and peers.",)

@@ -1,13 +1,13 @@
-"""Result of an exhibit: rows of figures, the paper's beside ours, as a table, JSON lines and a plot."""
+"""Result of an exhibit: rows of figures, the paper's beside ours, as a table and, of some, curves."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.rows import Column, Metric, Row, bar_chart, heading, line
+from benchmarks.rows import Column, Row, heading, line
 from overcoat.extras import drawing
 
 Options = argparse.Namespace
@@ -16,8 +16,7 @@ Options = argparse.Namespace
 class Result(NamedTuple):
     """columns: keys of the rows' figures, in order; each row has a "name" besides.
 
-    curves: by name, y over x, for a plot of lines; without any the rows are drawn as bars. labels: of x and y.
-    notes: what must be known to read the figures.
+    curves: by name, losses by step, for `--plot`. notes: what must be known to read the figures.
     """
 
     title: str
@@ -25,22 +24,6 @@ class Result(NamedTuple):
     rows: list[Row]
     notes: tuple[str, ...] = ()
     curves: Mapping[str, Mapping[float, float]] = {}
-    labels: tuple[str, str] = ("", "")
-
-
-class Exhibit(NamedTuple):
-    """A table or figure of the paper.
-
-    run: makes it. small: what it is at `--size small`, "" if a CPU cannot. needs: what `--size full` takes, "" for
-    nothing; gpu: an NVIDIA GPU; checkpoint: a finished run.
-    """
-
-    shows: str
-    run: Callable[[Options], Result]
-    small: str = ""
-    needs: str = ""
-    gpu: bool = False
-    checkpoint: bool = False
 
 
 def significant(value: Any) -> str:
@@ -56,16 +39,9 @@ def table(result: Result) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Curves, or bars of all columns of numbers. ValueError: matplotlib is not installed, or there is nothing to
-    draw."""
-    if not result.curves:
-        numbers = [key for key in result.columns if isinstance(result.rows[0].get(key), (int, float))]
-        rows = [{**row, "group": result.title} for row in result.rows]
-        bar_chart(path, result.title, rows, [Metric(key, (key,), digits=2) for key in numbers])
-        return
     with drawing(path, "hf", "--plot", 8, 5) as axes:
         for name, points in result.curves.items():
             axes.plot([*points], [*points.values()], marker=".", linewidth=1, label=name)
-        axes.set(title=result.title, xlabel=result.labels[0], ylabel=result.labels[1])
+        axes.set(title=result.title, xlabel="step", ylabel="nats per token")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

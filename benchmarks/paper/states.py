@@ -1,4 +1,4 @@
-"""Tables 1 and 8, figures 2 and 3: what AdamW's moments lose in 8-bit codes, and what expansion does to them.
+"""Tables 1 and 8: what AdamW's moments lose in 8-bit codes, and what expansion does to them.
 
 AdamW moves a weight by r = m / (sqrt(v) + eps), so that is where an error counts. With r' from the decoded moments,
 over all parameters of a run that kept its moments in FP32:
@@ -12,7 +12,6 @@ Codes are rounded as a step rounds them.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from benchmarks.paper.arms import newest_checkpoint, tiny_run
 from benchmarks.paper.result import Options, Result
 from benchmarks.rows import Row
 from overcoat.formats import to_groups
-from overcoat.formats.expansion import EXPONENT_STEPS, FORMAT_RANGE_LOG2, exponent_of_range, smallest_positive
 from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
 
 GROUP_SIZE = 128
@@ -85,14 +83,9 @@ def analyse(checkpoint: Path, eps: float, device: str) -> dict[str, float]:
     return {pair: 1e4 * value / reference for pair, value in total.items()}
 
 
-def checkpoint_of(options: Options) -> tuple[Path, str]:
-    run_dir = tiny_run() if options.size == "small" else options.checkpoint
-    return newest_checkpoint(run_dir), "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _table(title: str, of_paper: Mapping[str, tuple[float, ...]], options: Options) -> Result:
-    checkpoint, device = checkpoint_of(options)
-    found = analyse(checkpoint, EPS, device)
+    checkpoint = newest_checkpoint(tiny_run() if options.size == "small" else options.checkpoint)
+    found = analyse(checkpoint, EPS, "cuda" if torch.cuda.is_available() else "cpu")
     pairs: list[tuple[str, str, float | None]]
     pairs = [(a, b, value) for a, values in of_paper.items() for b, value in zip(SECOND, values, strict=False)]
     pairs += [(a, b, None) for a, b in OURS]
@@ -111,55 +104,3 @@ def table1(options: Options) -> Result:
 
 def table8(options: Options) -> Result:
     return _table("Table 8: error of m / sqrt(v), with dynamic exponents", TABLE8, options)
-
-
-def _ranges(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """log2 of each group's range, and its k for E4M3; of groups with more than one size, FP32 (N,)."""
-    top, low = groups.abs().amax(-1, keepdim=True), smallest_positive(groups)
-    some = (top > low).flatten()
-    exponents = exponent_of_range(top, low, FORMAT_RANGE_LOG2["e4m3"]).float() / EXPONENT_STEPS
-    return (top / low).log2().flatten()[some], exponents.flatten()[some]
-
-
-def figure2(options: Options) -> Result:
-    """Quantiles over groups of 128 with a range."""
-    checkpoint, device = checkpoint_of(options)
-    parts = [[_ranges(moment) for moment in pair] for pair in groups_of(checkpoint, device)]
-    rows: list[Row] = []
-    curves = {}
-    for place, (name, octaves, power) in enumerate((("m", math.log2(1e3), 2.0), ("v", math.log2(1e1), 10.0))):
-        before, exponents = (torch.cat([part[place][kind] for part in parts]).cpu() for kind in (0, 1))
-        figures = {"range": before, "range, expanded": before * exponents, "k": exponents}
-        for kind, values in figures.items():
-            some = values[:: len(values) // 10**6 + 1]  # torch.quantile takes no more than 16 M
-            quantiles = torch.quantile(some, torch.linspace(0, 1, 101)).tolist()
-            of_paper = {"range": octaves, "k": power}.get(kind, FORMAT_RANGE_LOG2["e4m3"])
-            row = {"name": f"{name}: {kind}", "paper about": of_paper}
-            rows.append({**row, "10%": quantiles[10], "median": quantiles[50], "90%": quantiles[90]})
-            curves[f"{name}: {kind}"] = {value: share / 100 for share, value in enumerate(quantiles)}
-    notes = ("Octaves between a group's largest and smallest value; E4M3 has 17.8.",)
-    columns, labels = ("paper about", "10%", "median", "90%"), ("octaves, or k", "share of groups below")
-    return Result("Figure 2: dynamic range of groups before and after expansion", columns, rows, notes, curves, labels)
-
-
-def figure3(options: Options) -> Result:
-    """How often each binade of E4M3 occurs."""
-    checkpoint, device = checkpoint_of(options)
-    counts: dict[str, Tensor] = {}
-    for m, v in groups_of(checkpoint, device):
-        for code in ("e4m3", "e4m3x"):
-            encoded = (encode_first(m, MOMENT_CODES[code]), encode_second(v, MOMENT_CODES[code]))
-            for name, moment in zip("mv", encoded, strict=True):
-                magnitude = moment.codes.view(torch.uint8)[(m if name == "m" else v) != 0].int() & 0x7F
-                key = f"{name}: {'expanded' if code == 'e4m3x' else 'as it is'}"
-                counts[key] = counts.get(key, 0) + torch.bincount(magnitude, minlength=128).cpu()
-    rows, curves = [], {}
-    for key, count in sorted(counts.items()):
-        share = count / count.sum()
-        bits, used = -(share * share.clamp(min=1e-30).log2()).sum(), int((share > 1e-3).sum())
-        figures = {"bits used of 7": float(bits), "codes above 0.1%": used, "zero %": 100 * float(share[0])}
-        rows.append({"name": key, **figures})
-        curves[key] = {2.0 ** (place - 7): float(value) for place, value in enumerate(share.view(16, 8).sum(1))}
-    notes = ("Magnitudes of E4M3's codes. The paper draws them: most codes unused before expansion, all after.",)
-    columns, labels = ("bits used of 7", "codes above 0.1%", "zero %"), ("size of the code (binade)", "share")
-    return Result("Figures 3 and 9: codes before and after expansion", columns, rows, notes, curves, labels)

@@ -41,12 +41,6 @@ OLMO_1B: dict[str, Any] = {
     "train": {"steps": 1000, "batch_size": 32},
     "eval": {"every": 100},
 }
-_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-OLMO_7B = {
-    **OLMO_1B,
-    "model": {"config": {"model_type": "olmo", **_7B, "vocab_size": 50304}},
-    "optimizer": {**OLMO_1B["optimizer"], "lr": 3e-4},
-}
 # Fine-tuning: arms and what they set. Adapters take a larger step than the weights themselves.
 _LORA = ["lora.rank=16", "lora.merge=true", "optimizer.lr=2e-3"]
 TUNED = {BASELINE: ARMS[BASELINE], "default": [], "lora": _LORA, "lora-bf16": [*ARMS[BASELINE], *_LORA]}
@@ -64,7 +58,6 @@ SMALL_MATH = 200, 20, {
     "schedule": {"warmup_steps": 1},
     "train": {"steps": 6, "batch_size": 2},
 }  # fmt: skip
-STEPS_AND_LOSS = ("step", "nats per token")
 PAPER_LOSS = {BASELINE: 2.551, "default": 2.568, "paper": 2.568}
 
 
@@ -87,7 +80,7 @@ def pretrained(options: Options, folder: Path, files: list[str]) -> list[Row]:
     elif options.config is not None:
         values = asdict(load_config(options.config))
     else:
-        values = OLMO_7B if options.exhibit == "figure6" else OLMO_1B
+        values = OLMO_1B
     values = {**values, "data": {**values["data"], "files": [*values["data"].get("files", []), *files]}}
     return [
         {**row, "run_dir": run_dir, "perplexity": math.exp(row["held_out_loss"]), "paper": PAPER_LOSS.get(row["arm"])}
@@ -151,7 +144,7 @@ def table3(options: Options) -> Result:
         else "DIFFERENT TOKENS"
     )
     notes = (*notes, f"All arms: {same} ({rows[0]['data'][:12]}). Paper: OLMo-1B after 300 B tokens, COAT +0.017.")
-    return Result("Table 3: pretraining", columns, rows, notes, curves_of(rows), STEPS_AND_LOSS)
+    return Result("Table 3: pretraining", columns, rows, notes, curves_of(rows))
 
 
 def right_answers(run_dir: Path, asked: list[Problem]) -> list[bool]:
@@ -187,4 +180,4 @@ def table4(options: Options) -> Result:
         *notes,
         f"{count} problems that no model was trained on, a fifth of them of templates neither; greedy answers.",
     )
-    return Result("Table 4: fine-tuning on mathematics", columns, rows, notes, curves_of(rows), STEPS_AND_LOSS)
+    return Result("Table 4: fine-tuning on mathematics", columns, rows, notes, curves_of(rows))

@@ -9,8 +9,8 @@
     offload      states and kept activations over PCIe            model.jsonl
     the host     what it takes to queue an op: where the GPU takes less, it decides    layer.jsonl
 
-The names are files of benchmarks/results/, from which the rates are; `python -m benchmarks.times` sets predictions
-beside every measured run that they hold.
+The names are files of benchmarks/results/, from which the rates are; `python -m tests.estimate.recorded` sets
+predictions beside every measured run that they hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LINK_SHOWS, PCIE_SHOWS = 0.7, 0.5
 KEPT_SHOWS = 0.05  # of kept activations
 # From one host to another, for each GPU: 400 Gbit/s. Not measured.
 NETWORK = 50e9
-# Beside the measured runs; tests/benchmarks/test_times.py holds it.
+# Beside the measured runs; tests/estimate/test_recorded.py holds it.
 ERROR = "62 measured runs limited by the GPU: median error 1.9%, largest 7% (hidden 576: 16%); hosts differ by 2x"
 
 _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view")

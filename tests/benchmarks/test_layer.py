@@ -51,7 +51,7 @@ def test_every_family_of_the_registry_has_a_block(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["overcoat", "overcoat leanest", "bf16 eager", "bf16 compile"])
 def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
-    figures = measure(name, WIDE, 2)
+    figures = measure(name, WIDE)
     unit = WIDE.batch * WIDE.sequence * 512 * 2
     assert figures["total_ms"] > figures["forward_ms"] > 0
     assert 0 < figures["host_ms"] < 20.0  # it never waits for the device, which is busy that long
@@ -66,7 +66,7 @@ def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
 
 @pytest.mark.gpu
 def test_of_graphs_the_total_and_the_host_are_measured() -> None:
-    figures = measure("overcoat compile, graphs", WIDE, 2)
+    figures = measure("overcoat compile, graphs", WIDE)
     assert set(figures) == {"total_ms", "host_ms"}
     assert figures["total_ms"] > 0
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.common import RESULTS
 from benchmarks.memory import Case, cases, config_cases, measured_step, peaks
+from benchmarks.rows import ROOT
 from overcoat.estimate import Phase, Predictor, Setup
 from overcoat.models.shapes import Model, sizes
 
@@ -30,7 +30,7 @@ def test_recorded_peaks_are_predicted():
 
     0.25% apart when recorded; attention has kept other tensors since, which moves peaks by up to 2.3%.
     """
-    rows = [json.loads(text) for text in (RESULTS / "memory.jsonl").read_text().splitlines()]
+    rows = [json.loads(text) for text in (ROOT / "benchmarks" / "results" / "memory.jsonl").read_text().splitlines()]
     measured = {row["case"]: row["measured"] for row in rows if "measured" in row}
     known = {case.name: case for case in [*cases(), *config_cases()]}
     found = [name for name in measured if name in known and known[name].config.num_hidden_layers <= 16]

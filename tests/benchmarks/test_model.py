@@ -201,11 +201,11 @@ def test_whoever_needs_no_package_steps(name: str) -> None:
 @pytest.mark.gpu
 def test_a_tiny_run_measures_bytes_and_time() -> None:
     """torch's fused step in BF16: 4 bytes of state, 2 (2 + 4) + 2 of traffic; ours: README's state bytes."""
-    figures = optimizer.measure("torch fused BF16", 4, (1024, 1024), 3, 4e12)
+    figures = optimizer.measure("torch fused BF16", 4, (1024, 1024), 4e12)
     assert figures["state_bytes_per_parameter"] == pytest.approx(4.0, abs=0.01)
     assert figures["traffic_bytes_per_parameter"] == pytest.approx(14.0, abs=0.02)
     assert figures["all_in_bytes_per_parameter"] >= 8.0
     assert figures["ms"] > 0
     assert figures["share"] == pytest.approx(figures["TB_per_s"] / 4.0)
-    ours = optimizer.measure("overcoat 8bit, bf16+8, unchecked", 4, (1024, 1024), 3, 4e12)
+    ours = optimizer.measure("overcoat 8bit, bf16+8, unchecked", 4, (1024, 1024), 4e12)
     assert ours["state_bytes_per_parameter"] == pytest.approx(3.05, abs=0.2)

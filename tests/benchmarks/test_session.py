@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 
 from benchmarks import rows
 from benchmarks import session as sessions
-from benchmarks.rows import NAME_WIDTH, Column, Metric, bar_chart, decimals, heading, line, percent
+from benchmarks.rows import NAME_WIDTH, Column, decimals, heading, line, percent
 from benchmarks.session import OUT_OF_MEMORY, Session, attempt, call_alone, matches
 from overcoat.version import VERSION
 
@@ -25,6 +27,7 @@ WHERE = {
     "torch": "2",
     "triton": "3",
     "peers": {"torchao": "1"},
+    "command": "some",
     "copy_TB_per_s": 4.0,
 }
 
@@ -33,11 +36,10 @@ WHERE = {
 def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> argparse.Namespace:
     """Options of a session whose measurements run in this process, on a GPU that is made up."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sessions, "describe", lambda command: {**WHERE, "command": command})
+    monkeypatch.setattr(sessions, "describe", lambda: WHERE)
     monkeypatch.setattr(sessions, "call_alone", lambda function, *arguments, timeout: attempt(function, *arguments))
     rows = tmp_path / "rows.jsonl"
-    argv = ["x", "--json", str(rows)]
-    return argparse.Namespace(argv=argv, json=rows, plot=tmp_path / "bars.png", only=None, timeout=1.0)
+    return argparse.Namespace(tool="x", json=rows, only=None, timeout=1.0)
 
 
 def fail() -> dict[str, Any]:
@@ -47,31 +49,25 @@ def fail() -> dict[str, Any]:
 def test_every_result_is_printed_and_written(
     parsed: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = Session("x", parsed, (Column("ms", "ms", decimals(1)),))
+    session = Session(parsed, (Column("ms", "ms", decimals(1)),))
     session.table("first")
-    rows = [
-        session.run("overcoat", dict, [[("ms", 1.25)]], (), shape="7b"),
-        session.run("broken peer", fail, (), (), shape="7b"),
-        session.run("absent peer", fail, (), ("json", "no_such_package"), shape="7b"),
-    ]
-    session.draw(rows, group="7b")
-    session.plot([Metric("ms", ("ms",))])
+    session.run("overcoat", dict, [[("ms", 1.25)]], (), shape="7b")
+    session.run("broken peer", fail, (), (), shape="7b")
+    session.run("absent peer", fail, (), ("json", "no_such_package"), shape="7b")
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    command = {"benchmark": "x", **WHERE, "command": "python -m benchmarks x --json rows.jsonl"}
-    assert written[0] == {**command, "shape": "7b", "name": "overcoat", "ms": 1.25}
+    assert written[0] == {"benchmark": "x", **WHERE, "shape": "7b", "name": "overcoat", "ms": 1.25}
     assert written[1]["error"].startswith("RuntimeError: first second x")
     assert len(written) == 2
     lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[1] == "first"
     assert [line.split(maxsplit=1)[0] for line in lines[3:]] == ["overcoat", "broken", "absent"]
     assert lines[5].endswith("not installed: no_such_package")
-    assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
 def test_a_gpu_that_cannot_be_used_is_one_sentence(parsed: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "describe", lambda _command: {"error": "RuntimeError: busy"})
+    monkeypatch.setattr(sessions, "describe", lambda: {"error": "RuntimeError: busy"})
     with pytest.raises(ValueError, match="cannot use this GPU: RuntimeError: busy"):
-        Session("x", parsed, ())
+        Session(parsed, ())
 
 
 def test_only_picks_by_words() -> None:
@@ -119,28 +115,14 @@ def test_numbers_stand_under_their_titles() -> None:
         assert row[title[2].index(word) + len(word) - 1] != " "
 
 
-METRICS = (Metric("ms", ("forward_ms", "backward_ms")), Metric("kept MiB", ("kept",), 2.0**-20, 0))
-ROWS = [
-    {"group": "7b", "name": "overcoat", "forward_ms": 4.0, "backward_ms": 7.0, "kept": 2**28},
-    {"group": "7b", "name": "bf16 eager", "forward_ms": 7.0, "backward_ms": 13.0, "kept": 2**30},
-    {"group": "13b", "name": "overcoat", "forward_ms": 8.0, "backward_ms": 14.0, "kept": 2**29},
-    {"group": "13b", "name": "bf16 eager", "error": "out of memory"},
-]
-
-
-def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--plot bars\.png: nothing was measured"):
-        bar_chart(tmp_path / "bars.png", "a GPU", ROWS[3:], METRICS)
-
-
 # ---- Result rows: what they say about where they come from, and that they can be read back --------------------------
 
 
 def test_a_row_says_when_where_and_with_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OVERCOAT_COMMIT", "abc1234")
-    row = rows.environment("python -m benchmarks layer")
+    row = rows.environment()
     assert list(row) == ["date", "commit", "gpu", "torch", "triton", "peers", "command"]
-    assert (row["commit"], row["command"], row["torch"]) == ("abc1234", "python -m benchmarks layer", torch.__version__)
+    assert (row["commit"], row["torch"]) == ("abc1234", torch.__version__)
     assert row["peers"]["transformers"]
     assert len(row["date"]) == len("2026-01-01T00:00:00Z")
     path = tmp_path / "new" / "rows.jsonl"
@@ -148,21 +130,21 @@ def test_a_row_says_when_where_and_with_what(monkeypatch: pytest.MonkeyPatch, tm
     rows.append_row(path, {"name": "x", "error": "none"})
     first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"gpu": "some", "ms": 1.5}
-    assert second == {**row, "command": second["command"], "name": "x", "error": "none"}
+    assert second == {**row, "name": "x", "error": "none"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["layer", "--json", "benchmarks/results/layer.jsonl"], "layer --json layer.jsonl"),
+        (["layer", "--json", "results/layer.jsonl"], "layer --json results/layer.jsonl"),
         (["layer", "--json=/home/me/layer.jsonl"], "layer --json=layer.jsonl"),
-        (["model", "--plot", "plots/a b.png"], "model --plot 'a b.png'"),
-        (["states", "runs/124m/step-100"], "states runs/124m/step-100"),
-        (["states", "/home/me/step-100", "data.dir=/home/me/data"], "states step-100 data.dir=data"),
+        (["paper", "table3", "--dir", "/home/me/a b"], "paper table3 --dir 'a b'"),
+        (["paper", "--checkpoint", "runs/124m/step-100"], "paper --checkpoint runs/124m/step-100"),
+        (["paper", "--set", "data.dir=/home/me/data"], "paper --set data.dir=data"),
     ],
 )
 def test_the_command_is_told_without_this_machines_directories(arguments: list[str], expected: str) -> None:
-    assert rows.command_line("overcoat", arguments) == f"overcoat {expected}"
+    assert rows.command_line(arguments) == f"python -m benchmarks {expected}"
 
 
 def test_outside_a_checkout_the_version_stands_for_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -172,7 +154,9 @@ def test_outside_a_checkout_the_version_stands_for_the_commit(monkeypatch: pytes
         nowhere.setenv("PATH", "")
         assert rows.commit() == f"overcoat {VERSION}"
     monkeypatch.setattr(rows, "ROOT", tmp_path)
-    monkeypatch.setattr(rows, "_git", lambda *_: str(tmp_path.parent))
+    subprocess.run(["git", "init", "-q", str(tmp_path.parent)], check=True)
     assert rows.commit() == f"overcoat {VERSION}"
-    monkeypatch.setattr(rows, "_git", lambda *words: str(tmp_path) if "--show-toplevel" in words else "abc-dirty")
-    assert rows.commit() == "abc-dirty"
+    identity = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert re.fullmatch("[0-9a-f]{7,}", rows.commit())

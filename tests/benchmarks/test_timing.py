@@ -72,22 +72,22 @@ def test_steps_reach_every_kernel_and_its_bytes_add_up() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_a_tiny_run_measures_every_kernel(subject: str) -> None:
-    found = measure_subject(subject, SHAPE, None, 3, 4e12, [])
+    found = measure_subject(subject, SHAPE, None, 4e12, [])
     assert found
     for call, figures in found.items():
         assert "error" not in figures, (call, figures)
         assert figures["ms"] > 0
         assert figures["share"] == pytest.approx(figures["bytes"] / figures["ms"] * 1e3 / 4e12)
         assert figures["share_of_same_size"] > 0
-    assert not measure_subject(subject, SHAPE, None, 3, 4e12, list(found))
+    assert not measure_subject(subject, SHAPE, None, 4e12, list(found))
 
 
 def test_shares_of_a_copys_rate_and_of_a_copy_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that moves 12 KB in 4 us, where a copy of as much takes 3 us and a large one moves 6 GB a second."""
-    monkeypatch.setattr(kernels, "time_ms", lambda call, repeats: {"ms": 4e-3, "p20": 3e-3, "p80": 5e-3})
-    monkeypatch.setattr(kernels, "copy_ms", lambda moved, repeats: {12_004: 3e-3}[moved])
+    monkeypatch.setattr(kernels, "time_ms", lambda call: {"ms": 4e-3, "p20": 3e-3, "p80": 5e-3})
+    monkeypatch.setattr(kernels, "copy_ms", lambda moved: {12_004: 3e-3}[moved])
     call = Call(quantize_t, (torch.zeros(16, 250, dtype=torch.bfloat16), torch.tensor(1.0), "e4m3"))
-    figures = kernels.measure(call, 5, 6e9)
+    figures = kernels.measure(call, 6e9)
     assert (figures["bytes"], figures["share_of_same_size"]) == (12_004, 0.75)
     assert figures["TB_per_s"] == pytest.approx(3.001e-3)
     assert figures["share"] == pytest.approx(0.5, rel=1e-3)

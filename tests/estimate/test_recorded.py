@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from benchmarks.times import Run, main, runs
 from overcoat.estimate.times import ERROR
+from tests.estimate.recorded import Run, main, runs
 
 
 def errors(found: list[Run]) -> list[float]:

@@ -1,13 +1,14 @@
 """Run the GPU tests under compute-sanitizer: memcheck for accesses out of bounds, racecheck for shared-memory hazards.
 
-    python -m benchmarks.sanitizer                                                 all files, both tools
-    python -m benchmarks.sanitizer --tools memcheck --files tests/optim/test_step.py
-    python -m benchmarks.sanitizer --tools racecheck --every 4 --deadline 400      every fourth test, within 400 s
+    python -m tests.sanitizer                                                 all files, both tools
+    python -m tests.sanitizer --tools memcheck --files tests/optim/test_step.py
+    python -m tests.sanitizer --tools racecheck --every 4 --deadline 400      every fourth test, within 400 s
 
 memcheck runs without PyTorch's caching allocator, so that each tensor is an allocation of its own and an access beyond
 its end is found; tests of CUDA graphs and of memory need the cache and run with it, in processes of their own.
 racecheck runs the kernels' own tests. Kernels of PyTorch and cuBLAS are not checked. Run `pytest -m gpu` first: it
-compiles the kernels. One row of results/sanitizer.jsonl per tool: errors and pytest's result by file and process.
+compiles the kernels. One row of benchmarks/results/sanitizer.jsonl per tool: errors and pytest's result
+by file and process.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, append_row
+from benchmarks.rows import ROOT, append_row
 
-ROOT = Path(__file__).parents[1]
 # Tests that each tool runs: files that train or measure are left out, and what takes minutes under a tool.
 LEFT_OUT = ("tests/benchmarks", "tests/estimate", "tests/train")
 KERNELS = "tests/kernels"
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="take every Nth test of a file")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds for everything")
     parser.add_argument("--processes", type=int, default=min(24, os.cpu_count() or 1), help="at the same time")
-    parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.jsonl")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "sanitizer.jsonl")
     arguments = parser.parse_args(argv)
     end = time.monotonic() + arguments.deadline
 

@@ -1,6 +1,6 @@
 """Predicted beside measured times of whole steps: every run of ours that the result rows hold.
 
-    python -m benchmarks.times
+    python -m tests.estimate.recorded
 
 Rows of `python -m benchmarks model` (model.jsonl, printed.jsonl) and of FSDP2 on two GPUs (sharded.jsonl).
 """
@@ -21,7 +21,7 @@ from overcoat.estimate.times import HOSTS, Cluster, Times
 from overcoat.models.shapes import MODELS
 from overcoat.recipe import Recipe
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SHARDED = {
     "7b default": (MODELS["llama-2-7b"], Recipe()),
     "7b train": (MODELS["llama-2-7b"], Recipe()),
