@@ -51,12 +51,8 @@ EXHIBITS = {
     "table8": Exhibit("errors of moments with dynamic exponents", states.table8, *OF_RUN),
 }
 # Options that not every table reads, and what they are when they are left out.
-OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(("checkpoint", "model", "config", "arms", "dir", "plot")),
-    "set": [],
-    "seeds": [0],
-    "tasks": [],
-}
+OPTIONS: dict[str, Any] = {"set": [], "seeds": [0], "tasks": []}
+OPTIONS |= dict.fromkeys(("checkpoint", "model", "config", "arms", "dir", "plot"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

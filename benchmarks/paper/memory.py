@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.contestants import OVERCOAT, PAPER
 from benchmarks.layer import measure as measure_layer
 from benchmarks.model import Work
 from benchmarks.model import measure as measure_model
@@ -33,14 +34,14 @@ TABLE2 = {
     "Transformer Engine, the paper's": (2, 8, 5, 3.33, 18.33),
     "COAT, the paper's": (1, 4, 5, 3.33, 13.33),
 }
-# (hidden, sequence): ms of BF16, Transformer Engine and COAT on an H100.
-TABLE6 = {
-    (2048, 2048): (11.83, 8.28, 8.04),
-    (2048, 4096): (24.12, 17.23, 16.71),
-    (4096, 2048): (26.55, 17.98, 16.85),
-    (4096, 4096): (54.80, 37.24, 35.6),
+# Contestants: how many times less than BF16 they keep, in the paper; (hidden, sequence): ms on its H100.
+KEEP = {"bf16 eager": 1.0, "transformer engine current": 1.20, PAPER: 1.65, OVERCOAT: 1.65}
+TABLE6: dict[tuple[int, int], tuple[float | None, ...]] = {
+    (2048, 2048): (11.83, 8.28, 8.04, None),
+    (2048, 4096): (24.12, 17.23, 16.71, None),
+    (4096, 2048): (26.55, 17.98, 16.85, None),
+    (4096, 4096): (54.80, 37.24, 35.6, None),
 }
-CONTESTANTS = {"bf16 eager": 0, "transformer engine current": 1, "overcoat paper": 2, "overcoat": None}
 # (model, GPUs, batch): GB at peak of BF16, Transformer Engine and COAT, and COAT's tokens per second and GPU.
 TABLE7 = {
     ("llama-2-7b", 1, 1): (None, None, 79.3, 5906),
@@ -55,10 +56,9 @@ TABLE7 = {
 def kept_units(model: Model, batch: int, sequence: int, setup: Setup) -> dict[str, float]:
     """U that one block keeps, by part and in all."""
     config = model.changed(num_hidden_layers=1).config()
-    kept = Predictor(config).kept(batch, sequence, setup)
     units: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     unit = batch * sequence * config.hidden_size * 2
-    for op, size in kept.by_op().items():
+    for op, size in Predictor(config).kept(batch, sequence, setup).by_op().items():
         part = next((part for part, ends in PARTS.items() if op.endswith(ends)), None)
         if part is not None and (not op.startswith("model.") or ".layers." in op):
             units[part] += size / unit
@@ -83,24 +83,19 @@ def table2(options: Options) -> Result:
 
 def table6(options: Options) -> Result:
     """Kept bytes anywhere; times on a GPU."""
-    columns: tuple[str, ...] = ("paper kept x", "ours kept x")
-    shapes = {2048: MODELS["coat-1b"], 4096: MODELS["llama-2-7b"]}
     is_full = options.size == "full"
-    columns = ("paper ms", "ours ms", *columns) if is_full else columns
+    columns = (*(("paper ms", "ours ms") if is_full else ()), "paper kept x", "ours kept x")
     rows: list[Row] = []
-    for (hidden, sequence), times in TABLE6.items() if is_full else list(TABLE6.items())[:1]:
-        kept = {key: kept_units(shapes[hidden], 4, sequence, setup)["total"] for key, setup in SETUPS.items()}
-        found = {"bf16 eager": (1.0, kept["bf16"]), "transformer engine current": (1.20, None)}
-        found |= {"overcoat paper": (1.65, kept["paper"]), "overcoat": (1.65, kept["default"])}
-        for name, place in CONTESTANTS.items():
-            of_paper, mine = found[name]
-            row: Row = {"name": f"{hidden}, {sequence}: {name}", "paper kept x": of_paper}
-            row["ours kept x"] = None if mine is None else kept["bf16"] / mine
-            row["paper ms"] = None if place is None else times[place]
+    for (hidden, sequence), times in list(TABLE6.items())[: None if is_full else 1]:
+        model = MODELS["coat-1b" if hidden == 2048 else "llama-2-7b"]
+        kept = {key: kept_units(model, 4, sequence, setup)["total"] for key, setup in SETUPS.items()}
+        mine = {"bf16 eager": kept["bf16"], PAPER: kept["paper"], OVERCOAT: kept["default"]}
+        for (name, less), of_paper in zip(KEEP.items(), times, strict=True):
+            row: Row = {"name": f"{hidden}, {sequence}: {name}", "paper ms": of_paper, "paper kept x": less}
+            row["ours kept x"] = kept["bf16"] / mine[name] if name in mine else None
             if is_full:
-                shape = BlockShape(shapes[hidden], 4, sequence)
-                measured = call_alone(measure_layer, name, shape, timeout=300.0)
-                row |= {"ours ms": measured.get("total_ms", measured.get("error"))}
+                found = call_alone(measure_layer, name, BlockShape(model, 4, sequence), timeout=300.0)
+                row["ours ms"] = found.get("total_ms", found.get("error"))
             rows.append(row)
     notes = ("kept x: how many times less than BF16 keeps. `benchmarks layer` has all shapes and peers.",)
     return Result("Table 6: one block, forward and backward, and what it keeps", columns, rows, notes)
@@ -108,18 +103,16 @@ def table6(options: Options) -> Result:
 
 def table7(options: Options) -> Result:
     """Peaks by the estimate, which measurements confirm to 3% (docs/research/memory.md); speed on a GPU."""
-    is_full = options.size == "full"
     columns = ("paper BF16 GB", "paper TE GB", "paper COAT GB", "ours GB", "ours BF16 GB")
     rows: list[Row] = []
-    predictors = {name: Predictor(MODELS[name].config()) for name, _, _ in TABLE7}
-    for (name, gpus, batch), (bf16, te, coat, speed) in TABLE7.items() if is_full else list(TABLE7.items())[:1]:
-        both = [predictors[name].predict(batch, 2048, setup, gpus).peak_bytes / 1e9 for setup in (Setup(), BASELINE)]
-        row = dict(zip(columns, (bf16, te, coat, *both), strict=True))
+    for (name, gpus, batch), (*of_paper, speed) in list(TABLE7.items())[: None if options.size == "full" else 1]:
+        predictor = Predictor(MODELS[name].config())
+        both = [predictor.predict(batch, 2048, setup, gpus).peak_bytes / 1e9 for setup in (Setup(), BASELINE)]
+        row: Row = dict(zip(columns, (*of_paper, *both), strict=True))
         rows.append({"name": f"{name}, {gpus} GPUs, batch {batch}", **row, "paper COAT tok/s": speed})
         if gpus == 1 and torch.cuda.is_available():
-            work = Work(MODELS[name], batch, 2048)
-            measured = call_alone(measure_model, "overcoat", work, 10, timeout=400.0)
-            rows[-1]["ours tok/s"] = measured.get("tokens_per_second", measured.get("error"))
+            found = call_alone(measure_model, OVERCOAT, Work(MODELS[name], batch, 2048), 10, timeout=400.0)
+            rows[-1]["ours tok/s"] = found.get("tokens_per_second", found.get("error"))
     notes = (
         "Peaks by `overcoat estimate`; BF16 has FP32 moments and weights. Tokens/s: on a GPU, of what one GPU holds;",
         "several GPUs: torchrun ... overcoat train (docs/many-gpus.md).",
