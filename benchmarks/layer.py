@@ -103,12 +103,7 @@ def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
     y.backward(dy)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    return {
-        "kept_bytes": kept,
-        "kept_units": kept / x.nbytes,
-        "peak_bytes": peak,
-        "peak_units": peak / x.nbytes,
-    }
+    return {"kept_bytes": kept, "kept_units": kept / x.nbytes, "peak_bytes": peak, "peak_units": peak / x.nbytes}
 
 
 def accuracy(

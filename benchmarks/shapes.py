@@ -13,13 +13,7 @@ from overcoat.models.family import decoder_layers
 from overcoat.models.shapes import MODELS, Model
 
 # Short names of models in `--shapes`.
-SHORT = {
-    "1b": "coat-1b",
-    "7b": "llama-2-7b",
-    "llama3-8b": "llama-3-8b",
-    "13b": "llama-2-13b",
-    "30b": "llama-30b",
-}
+SHORT = {"1b": "coat-1b", "7b": "llama-2-7b", "llama3-8b": "llama-3-8b", "13b": "llama-2-13b", "30b": "llama-30b"}
 
 
 class BlockShape(NamedTuple):
