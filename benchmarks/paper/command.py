@@ -40,27 +40,25 @@ class Exhibit(NamedTuple):
 
 OF_RUN = "tiny model, seconds", "a run with optimizer.moments=fp32: --checkpoint RUN_DIR", False, ("checkpoint",)
 HOURS = "minutes to hours; --set train.steps=N"
-ARMS = ("config", "set", "arms", "seeds", "dir", "plot")
+ARMS = ("config", "set", "arms", "seeds", "dir", "tasks", "plot")
 EXHIBITS = {
     "table1": Exhibit("errors of FP8 moments, with and without expansion", states.table1, *OF_RUN),
     "table2": Exhibit("bytes a block keeps, by op", memory.table2, "dry runs, seconds"),
-    "table3": Exhibit("pretraining: losses, tasks", training.table3, "tiny, three arms", HOURS, True, (*ARMS, "tasks")),
-    "table4": Exhibit("tuning on mathematics", training.table4, "tiny, four arms", HOURS, True, (*ARMS, "model")),
+    "table3": Exhibit("pretraining: losses, tasks", training.table3, "tiny, three arms", HOURS, True, ARMS),
     "table6": Exhibit("a block's time and kept bytes", memory.table6, "kept bytes, dry runs", "minutes", True),
     "table7": Exhibit("memory and speed of whole models", memory.table7, "7B, dry run", "a minute; speed on a GPU"),
     "table8": Exhibit("errors of moments with dynamic exponents", states.table8, *OF_RUN),
 }
 # Options that not every table reads, and what they are when they are left out.
 OPTIONS: dict[str, Any] = {"set": [], "seeds": [0], "tasks": []}
-OPTIONS |= dict.fromkeys(("checkpoint", "model", "config", "arms", "dir", "plot"))
+OPTIONS |= dict.fromkeys(("checkpoint", "config", "arms", "dir", "plot"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("exhibit", choices=["list", *EXHIBITS], metavar="TABLE", help=f"list, {', '.join(EXHIBITS)}")
     parser.add_argument("--size", choices=("small", "full"), default="small", help="default small")
     parser.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="a run to look at, for --size full")
-    parser.add_argument("--model", metavar="NAME|PATH", help="table4: fine-tune this instead of a model of its own")
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="table3, table4: pretrain this instead")
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="table3: pretrain this instead")
     parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of every arm")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="of a training, these alone")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the arms (default 0)")
@@ -80,8 +78,8 @@ def lacking(exhibit: Exhibit, size: str, checkpoint: Path | None) -> str:
 
 def check_read(exhibit: Exhibit, parsed: argparse.Namespace) -> None:
     """ValueError for an option that was given and would not be read, or an image that could not be written."""
-    # A tiny model takes their place, or the model that is named.
-    replaced = {"checkpoint", "config"} if parsed.size == "small" else {"config"} if parsed.model else set()
+    # A tiny model takes their place.
+    replaced = {"checkpoint", "config"} if parsed.size == "small" else set()
     for name, left_out in OPTIONS.items():
         read = name in exhibit.reads
         if getattr(parsed, name) != left_out and (not read or name in replaced):

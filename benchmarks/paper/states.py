@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.paper.arms import newest_checkpoint, tiny_run
 from benchmarks.paper.result import Options, Result
+from benchmarks.paper.training import newest_checkpoint, tiny_run
 from benchmarks.rows import Row
 from overcoat.formats import to_groups
 from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
