@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in TOOLS.items():
         tool = tools.add_parser(name, help=summary, formatter_class=raw)
         if name in words[:1]:
-            module = importlib.import_module("benchmarks.paper.command" if name == "paper" else f"benchmarks.{name}")
+            module = importlib.import_module(f"benchmarks.{name}")
             tool.description = module.__doc__
-            module.add_arguments(tool)
-            tool.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per row")
+            for each in module.add_arguments(tool) or [tool]:
+                each.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per row")
             tool.set_defaults(function=module.run)
     parsed = parser.parse_args(words)
     try:

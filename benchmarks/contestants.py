@@ -1,10 +1,6 @@
 """Contestants: `ENGINES` run the decoder layers of `layer`, `TRAINERS` take the whole steps of `model`.
 
     overcoat ...             `overcoat.convert` under a recipe, eager; compiled; as CUDA graphs
-    overcoat torch checkpoint
-                             `Recipe()` inside `torch.utils.checkpoint`, which keeps the input in 16 bits and
-                             runs all of the forward again; beside it, what "leanest" saves. Its backward
-                             frees nothing before its end, as it saves through hooks of others
     bf16 ...                 the transformers layer as it is, eager and compiled
     torchao ...              its float8 training recipes on every linear layer, compiled
     transformer engine ...   its TransformerLayer under its FP8 recipes
@@ -29,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import overcoat
 from benchmarks.optimizer import OPTIMIZERS
@@ -47,20 +42,15 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Engine(NamedTuple):
-    """How decoder layers are run.
-
-    change: changes a model's layers in place; returns the context that they are to be called in.
-    needs: packages. compile: the model's layers, in place.
-    graphs: they are CUDA graphs. delayed: scales are those of the steps before. checkpointed: called inside PyTorch's
-    activation checkpoint. recipe: of ours.
-    """
+    """How decoder layers are run. change: changes a model's layers in place; returns the context that they are to be
+    called in. needs: packages. compile: the model's layers, in place. graphs: they are CUDA graphs. delayed: scales are
+    those of the steps before. recipe: of ours."""
 
     change: Callable[[Any], Context]
     needs: tuple[str, ...] = ()
     compile: Callable[[Any], None] | None = None
     graphs: bool = False
     delayed: bool = False
-    checkpointed: bool = False
     recipe: Recipe | None = None
 
 
@@ -124,7 +114,6 @@ OUR_RECIPES = {
 BF16 = Engine(lambda _: cudnn_first)
 ENGINES = {
     **{name: overcoat_engine(recipe) for name, recipe in OUR_RECIPES.items()},
-    "overcoat torch checkpoint": overcoat_engine(Recipe(), checkpointed=True),
     "overcoat compile": overcoat_engine(Recipe(), compile=compile_ours),
     "overcoat compile, graphs": overcoat_engine(Recipe(), **AS_GRAPHS),
     "bf16 eager": BF16,
@@ -148,12 +137,7 @@ class Block(NamedTuple):
 
 def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = True, attention: str = "cudnn") -> Block:
     """The contestant `name`, made out of `model` of one layer, which it may change; inputs: what it gives the layer
-    beside x.
-
-    Args:
-        compiled: False leaves torch.compile out, for accuracy alone.
-        attention: "cudnn" or "default": PyTorch's order of attention backends.
-    """
+    beside x; compiled: False leaves torch.compile out, for accuracy alone; attention: "cudnn" first, or "default"."""
     engine, (place,) = ENGINES[name], decoder_layers(model)
     context = engine.change(model)
     if context is cudnn_first and attention == "default":
@@ -163,13 +147,10 @@ def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = T
     layer: Any = model.get_submodule(place)
     if engine.recipe is not None and inputs.get("attention_mask") is not None:
         inputs = {**inputs, "attention_mask": nothing_hidden(inputs["attention_mask"].device)}  # as our head says it
-    run = layer
-    if engine.checkpointed:
-        run = functools.partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)
 
     def call(x: Tensor) -> Tensor:
         with context():
-            return run(x, **inputs)
+            return layer(x, **inputs)
 
     def gradients() -> dict[str, Tensor]:
         return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}

@@ -7,10 +7,8 @@
                   + 6 L T S d        attention; L layers, d = heads x head width: 4 S^2 d forward per sequence, twice
                                      that backward, halved because causal
                  + of a vision tower the same of its own, not halved; of a frozen one the forward alone
-    kept        allocated between forward and backward; of CUDA graphs in the first pass, before their memory stays, and
-                with what the first pass of any model leaves, as workspaces
-    peak        the most allocated during the timed steps: weights, gradients, optimizer, activations. With CUDA graphs
-                the most ever: theirs is allocated when they are recorded, before, and stays
+    kept        allocated between forward and backward; of CUDA graphs in the first pass, with its workspaces
+    peak        the most allocated during the timed steps; of CUDA graphs the most ever: theirs is allocated before
 
 Random tokens, fresh in every step. First all at one batch; with `--best` each also at larger ones, doubled until memory
 is out or doubling brings less than 1%, then bisected.
@@ -29,6 +27,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +100,7 @@ def multiplied_parameters(model: Any) -> int:
 
 
 class Training:
-    """One contestant at work. loss: of the last step, 0-d; parameters: N of the formula above; flops: of a step;
+    """A contestant at work. loss: of the last step, 0-d; parameters: N of the formula above; flops: of a step;
     kept_bytes: what the last step's forward left allocated, counted while `counts` is true."""
 
     def __init__(self, name: str, work: Work, device: str = "cuda") -> None:
@@ -190,7 +189,7 @@ def _measure(name: str, work: Work, steps: int, device: str) -> Row:
 def search_best_batch(run: Callable[[int], Row], first: Row) -> Row:
     """The row with the most tokens per second, over batches from that of the first row on, or below it if it did not
     fit. run: batch -> its row; {"error": OUT_OF_MEMORY} if it does not fit. Any other error ends the search."""
-    rows = [first] if "error" not in first else []
+    rows, speed = [first] if "error" not in first else [], itemgetter("tokens_per_second")
     fits = first["batch"] if rows else 0
     too_large = first["batch"] if first.get("error") == OUT_OF_MEMORY else None
     # Between what fits and what does not: within an eighth the throughput hardly differs.
@@ -204,16 +203,12 @@ def search_best_batch(run: Callable[[int], Row], first: Row) -> Row:
             continue
         if "error" in found:
             break
-        gain = _speed(found) / _speed(rows[-1]) if rows else math.inf
+        gain = speed(found) / speed(rows[-1]) if rows else math.inf
         rows.append(found)
         fits = batch
         if too_large is None and gain < LEAST_GAIN:
             break
-    return max(rows, key=_speed, default=first)
-
-
-def _speed(row: Row) -> float:
-    return row["tokens_per_second"]
+    return max(rows, key=speed, default=first)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ from overcoat.kernels.language import triton
 from overcoat.version import VERSION
 
 Row = dict[str, Any]
+Result = tuple[str, list[Row], tuple[str, ...], tuple[str, ...]]  # title, rows, keys of the columns, notes
 
 ROOT = Path(__file__).resolve().parents[1]
 # Their versions can change a result, as that of transformers.
@@ -101,6 +102,13 @@ class Column(NamedTuple):
 def decimals(digits: int, scale: float = 1.0) -> Callable[[Any], str]:
     """Write a number times `scale` with `digits` decimals."""
     return lambda value: f"{value * scale:,.{digits}f}"
+
+
+def significant(value: Any) -> str:
+    """Four significant digits; words as they are."""
+    if not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def percent(value: Any) -> str:

@@ -26,11 +26,9 @@ def time_ms(function: Callable[[], Any], repeats: int = 20) -> dict[str, float]:
     for _ in range(repeats):
         flush.zero_()
         torch.cuda._sleep(LEAD_CYCLES)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        start = _mark()
         function()
-        end.record()
-        pairs.append((start, end))
+        pairs.append((start, _mark()))
     torch.cuda.synchronize()
     return summary([start.elapsed_time(end) for start, end in pairs])
 
@@ -90,11 +88,7 @@ def host_ms(step: Callable[[], Any], repeats: int = 9) -> float:
 def summary(times: list[float]) -> dict[str, float]:
     """{"ms": median, "p20", "p80"} of `times`."""
     times = sorted(times)
-    return {
-        "ms": statistics.median(times),
-        "p20": times[len(times) // 5],
-        "p80": times[min(len(times) * 4 // 5, len(times) - 1)],
-    }
+    return {"ms": statistics.median(times), "p20": times[len(times) // 5], "p80": times[(len(times) - 1) * 4 // 5]}
 
 
 def copy_ms(moved: int, repeats: int = 20) -> float:

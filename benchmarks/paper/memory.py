@@ -5,14 +5,15 @@ Bytes come of `overcoat estimate`'s dry runs, on any machine; times of the bench
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 from benchmarks.contestants import OVERCOAT, PAPER
 from benchmarks.layer import measure as measure_layer
 from benchmarks.model import Work
 from benchmarks.model import measure as measure_model
-from benchmarks.paper.result import Options, Result
-from benchmarks.rows import Row
+from benchmarks.rows import Result, Row
 from benchmarks.session import call_alone
 from benchmarks.shapes import BlockShape
 from overcoat.estimate.predict import Predictor
@@ -66,8 +67,8 @@ def kept_units(model: Model, batch: int, sequence: int, setup: Setup) -> dict[st
     return {part: round(size, 4) for part, size in units.items()}  # scales alone, a few bytes, are 0
 
 
-def table2(options: Options) -> Result:
-    """Small and full are one: nothing is run."""
+def table2(options: argparse.Namespace) -> Result:
+    """Bytes that a block keeps, by op; dry runs."""
     columns = (*PARTS, "total")
     rows: list[Row] = [{"name": name, **dict(zip(columns, figures, strict=True))} for name, figures in TABLE2.items()]
     # The paper counts with an MLP of 8/3 times the hidden width.
@@ -78,34 +79,33 @@ def table2(options: Options) -> Result:
         "U = tokens x hidden x 2 bytes; the paper's RoPE (2) counts with attention (3). Ours saves a norm's output",
         "once, for the norm and the GEMM behind it, and recomputes the activation's; Hugging Face's norms save FP32.",
     )
-    return Result("Table 2: kept for the backward by one block, U", columns, rows, notes)
+    return "Table 2: kept for the backward by one block, U", rows, columns, notes
 
 
-def table6(options: Options) -> Result:
-    """Kept bytes anywhere; times on a GPU."""
-    is_full = options.size == "full"
-    columns = (*(("paper ms", "ours ms") if is_full else ()), "paper kept x", "ours kept x")
+def table6(options: argparse.Namespace) -> Result:
+    """Kept bytes of a block by dry runs; its time with --full, on a GPU."""
+    columns = (*(("paper ms", "ours ms") if options.full else ()), "paper kept x", "ours kept x")
     rows: list[Row] = []
-    for (hidden, sequence), times in list(TABLE6.items())[: None if is_full else 1]:
+    for (hidden, sequence), times in list(TABLE6.items())[: None if options.full else 1]:
         model = MODELS["coat-1b" if hidden == 2048 else "llama-2-7b"]
         kept = {key: kept_units(model, 4, sequence, setup)["total"] for key, setup in SETUPS.items()}
         mine = {"bf16 eager": kept["bf16"], PAPER: kept["paper"], OVERCOAT: kept["default"]}
         for (name, less), of_paper in zip(KEEP.items(), times, strict=True):
             row: Row = {"name": f"{hidden}, {sequence}: {name}", "paper ms": of_paper, "paper kept x": less}
             row["ours kept x"] = kept["bf16"] / mine[name] if name in mine else None
-            if is_full:
+            if options.full:
                 found = call_alone(measure_layer, name, BlockShape(model, 4, sequence), timeout=300.0)
                 row["ours ms"] = found.get("total_ms", found.get("error"))
             rows.append(row)
     notes = ("kept x: how many times less than BF16 keeps. `benchmarks layer` has all shapes and peers.",)
-    return Result("Table 6: one block, forward and backward, and what it keeps", columns, rows, notes)
+    return "Table 6: one block, forward and backward, and what it keeps", rows, columns, notes
 
 
-def table7(options: Options) -> Result:
-    """Peaks by the estimate, which measurements confirm to 3% (docs/research/memory.md); speed on a GPU."""
+def table7(options: argparse.Namespace) -> Result:
+    """Peaks of whole models by the estimate (docs/research/memory.md says how far off); speed on a GPU."""
     columns = ("paper BF16 GB", "paper TE GB", "paper COAT GB", "ours GB", "ours BF16 GB")
     rows: list[Row] = []
-    for (name, gpus, batch), (*of_paper, speed) in list(TABLE7.items())[: None if options.size == "full" else 1]:
+    for (name, gpus, batch), (*of_paper, speed) in list(TABLE7.items())[: None if options.full else 1]:
         predictor = Predictor(MODELS[name].config())
         both = [predictor.predict(batch, 2048, setup, gpus).peak_bytes / 1e9 for setup in (Setup(), BASELINE)]
         row: Row = dict(zip(columns, (*of_paper, *both), strict=True))
@@ -117,4 +117,4 @@ def table7(options: Options) -> Result:
         "Peaks by `overcoat estimate`; BF16 has FP32 moments and weights. Tokens/s: on a GPU, of what one GPU holds;",
         "several GPUs: torchrun ... overcoat train (docs/many-gpus.md).",
     )
-    return Result("Table 7: whole training steps", (*columns, "paper COAT tok/s", "ours tok/s"), rows, notes)
+    return "Table 7: whole training steps", rows, (*columns, "paper COAT tok/s", "ours tok/s"), notes

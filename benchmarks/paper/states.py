@@ -11,6 +11,7 @@ Codes are rounded as a step rounds them.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,9 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.paper.result import Options, Result
 from benchmarks.paper.training import newest_checkpoint, tiny_run
-from benchmarks.rows import Row
+from benchmarks.rows import Result, Row
 from overcoat.formats import to_groups
 from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
 
@@ -83,8 +83,8 @@ def analyse(checkpoint: Path, eps: float, device: str) -> dict[str, float]:
     return {pair: 1e4 * value / reference for pair, value in total.items()}
 
 
-def _table(title: str, of_paper: Mapping[str, tuple[float, ...]], options: Options) -> Result:
-    checkpoint = newest_checkpoint(tiny_run() if options.size == "small" else options.checkpoint)
+def _table(title: str, of_paper: Mapping[str, tuple[float, ...]], options: argparse.Namespace) -> Result:
+    checkpoint = newest_checkpoint(options.checkpoint or tiny_run())
     found = analyse(checkpoint, EPS, "cuda" if torch.cuda.is_available() else "cpu")
     pairs: list[tuple[str, str, float | None]]
     pairs = [(a, b, value) for a, values in of_paper.items() for b, value in zip(SECOND, values, strict=False)]
@@ -95,12 +95,14 @@ def _table(title: str, of_paper: Mapping[str, tuple[float, ...]], options: Optio
         row["paper / E4M3"] = None if value is None else value / TABLE1["e4m3"][0]
         rows.append({**row, "ours / E4M3": found[f"{a} {b}"] / found["e4m3 e4m3"]})
     notes = ("x: with dynamic range expansion. ours: 1e4 x relative mean square; compare the ratios.",)
-    return Result(title, ("paper", "ours", "paper / E4M3", "ours / E4M3"), rows, notes)
+    return title, rows, ("paper", "ours", "paper / E4M3", "ours / E4M3"), notes
 
 
-def table1(options: Options) -> Result:
+def table1(options: argparse.Namespace) -> Result:
+    """Errors of FP8 moments, with and without expansion."""
     return _table("Table 1: error of m / sqrt(v), FP8 codes", TABLE1, options)
 
 
-def table8(options: Options) -> Result:
+def table8(options: argparse.Namespace) -> Result:
+    """Errors of moments with dynamic exponents."""
     return _table("Table 8: error of m / sqrt(v), with dynamic exponents", TABLE8, options)

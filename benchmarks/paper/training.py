@@ -1,7 +1,7 @@
 """Table 3 and its loss curves: the same training under several recipes, side by side.
 
-    python -m benchmarks paper table3 --size full --arms bf16 --seeds 0 --dir runs/olmo --json olmo.jsonl    an arm
-    python -m benchmarks paper table3 --size full --config configs/olmo-124m.toml
+    python -m benchmarks paper table3 --full --arms bf16 --seeds 0 --dir runs/olmo --json olmo.jsonl    an arm
+    python -m benchmarks paper table3 --full --config configs/olmo-124m.toml
 
 A run that was cut off goes on, one that has ended is read: the same command shows all that --dir holds. The text is the
 Python source of what is installed on the machine, each document once.
@@ -9,6 +9,7 @@ Python source of what is installed on the machine, each document once.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import io
 import itertools
@@ -23,8 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.paper.result import Options, Result
-from benchmarks.rows import Row
+from benchmarks.rows import Result, Row
 from overcoat.eval.command import find_target, load_target
 from overcoat.memory import use_expandable_segments
 from overcoat.models.shapes import MODELS
@@ -53,6 +53,7 @@ ARMS = {
     "bf16-fp8": ["recipe.name=bf16", "optimizer.moments=fp8"],
     "bf16-head": ["recipe.name=bf16", "recipe.head=bf16", *EXACT],
 }
+USUAL = (BASELINE, "default", "paper")
 CURVE_POINTS = 200
 
 
@@ -79,7 +80,7 @@ def curve(losses: Mapping[int, float]) -> dict[int, float]:
     return {part[-1]: round(statistics.fmean(losses[step] for step in part), 4) for part in parts}
 
 
-# What `--size small` looks at in place of a real run: about 0.6 million parameters on a part of
+# What the small sizes look at in place of a real run: about 0.6 million parameters on a part of
 # Python's own source, seconds on two cores.
 TINY: dict[str, Any] = {
     "model": {"config": {
@@ -128,17 +129,14 @@ OLMO_1B: dict[str, Any] = {
 PAPER_LOSS = {BASELINE: 2.551, "default": 2.568, "paper": 2.568}
 
 
-def pretrained(options: Options, folder: Path) -> list[Row]:
+def pretrained(options: argparse.Namespace, folder: Path) -> list[Row]:
     """A row for each seed and arm; their directories, and that of their tokens, are in `folder`."""
-    if options.size == "small":
+    if not options.full:
         values = {**TINY, "eval": {"every": 10}}
     else:
         values = OLMO_1B if options.config is None else asdict(load_config(options.config))
-    for arm in options.arms or ():
-        if arm not in ARMS:
-            raise ValueError(f"--arms {arm}: choose of {', '.join(ARMS)}")
     rows = []
-    for seed, arm in itertools.product(options.seeds, options.arms or (BASELINE, "default", "paper")):
+    for seed, arm in itertools.product(options.seeds, options.arms):
         run_dir = folder / f"{arm}-{seed}"
         settings = [*ARMS[arm], f"train.seed={seed}", f"data.cache_dir={folder / 'data'}", *options.set]
         row = train(values, settings, run_dir)
@@ -158,17 +156,20 @@ def with_gaps(rows: list[Row]) -> tuple[list[Row], str]:
     return rows, f"Standard deviation of {BASELINE} over {len(base)} seeds: {statistics.stdev(base.values()):.4f}"
 
 
-def curves_of(rows: list[Row]) -> dict[str, dict[float, float]]:
-    return {
-        f"{row['name']}, {kind}": {float(step): loss for step, loss in row[key].items()}
-        for row in rows
-        for kind, key in (("training", "train_losses"), ("held out", "held_out_losses"))
-    }
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="with --full: train this, not OLMo-1B")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of every arm")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=USUAL, help="these alone")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the arms (default 0)")
+    parser.add_argument("--dir", type=Path, help="keep the runs there, and go on with what is there")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="of overcoat eval")
 
 
-def table3(options: Options) -> Result:
-    """Held-out loss, perplexity and, with --tasks, lm-evaluation-harness' tasks of every arm."""
+def table3(options: argparse.Namespace) -> Result:
+    """Pretraining: held-out loss, perplexity and, with --tasks, lm-evaluation-harness' tasks of every arm."""
     columns: tuple[str, ...] = ("paper", "held_out_loss", "gap", "perplexity", "tokens_per_second", "peak GB")
+    if options.config and not options.full:
+        raise ValueError(f"--config {options.config}: give --full, the small size trains a tiny model")
     tasks = Tasks(names) if (names := task_names(options.tasks)) else None
     with tempfile.TemporaryDirectory() as temporary:
         rows, spread = with_gaps(pretrained(options, options.dir or Path(temporary)))
@@ -182,4 +183,4 @@ def table3(options: Options) -> Result:
     data = {row["data"][:12] for row in rows}
     same = "the same tokens, of one seed in the same order" if len(data) == 1 else "DIFFERENT TOKENS"
     notes = (spread, f"All arms: {same} ({', '.join(data)}). Paper: OLMo-1B after 300 B tokens, COAT +0.017.")
-    return Result("Table 3: pretraining", columns, rows, notes, curves_of(rows))
+    return "Table 3: pretraining", rows, columns, notes
