@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -195,13 +196,10 @@ class Trainer(NamedTuple):
 
             # All weights' maxima in one all-reduce, instead of one each.
             optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
-        if isinstance(optimizer, overcoat.AdamW):
-            if self.released:
-                overcoat.release_gradients(model, optimizer)
+        if self.released and isinstance(optimizer, overcoat.AdamW):
+            overcoat.release_gradients(model, optimizer)
         elif self.released:
-            from flashoptim import enable_gradient_release
-
-            enable_gradient_release(model, optimizer)
+            importlib.import_module("flashoptim").enable_gradient_release(model, optimizer)
         return forward, optimizer
 
 

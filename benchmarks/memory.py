@@ -28,12 +28,9 @@ from overcoat.estimate.phases import Phase, kind_of, measure_step
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.memory import use_expandable_segments
-from overcoat.models.shapes import MODELS, Model
+from overcoat.models.shapes import MODELS
 from overcoat.train.batch_plan import training
 from overcoat.train.configfile import load_config
-
-# Configurations for a laptop and for a first run.
-SMALL = ("demo", "llama-124m")
 
 
 class Case(NamedTuple):
@@ -46,54 +43,47 @@ class Case(NamedTuple):
     setup: Setup
 
 
-def shape(name: str, layers: int | None = None) -> Model:
-    """A built-in model, with fewer layers if given."""
-    return MODELS[name] if layers is None else MODELS[name].changed(num_hidden_layers=layers)
-
-
+LEANEST, RELEASED = Setup(Recipe.leanest()), Setup(Recipe.leanest(), release_gradients=True)
 BASELINE = Setup(Recipe.bf16(), moments="fp32", master="bf16+16")
-PAPER = Setup(Recipe.paper(), moments="fp8")
-LEANEST = Setup(Recipe.leanest())
-RELEASED = replace(LEANEST, release_gradients=True)
-WIDE_ATTENTION = Setup(Recipe(kept_attention="bf16"), release_gradients=True)
 FP8_HEAD = Setup(Recipe(head="fp8"), accumulation=2)
-BLOCK_SCALES = Setup(Recipe(linear_scaling="block"))
-# (name, shape, batch, sequence, setup)
-CASES = (
-    ("124m", shape("124m"), 32, 1024, Setup()),
-    ("124m bf16, fp32 states", shape("124m"), 32, 1024, BASELINE),
-    ("124m paper", shape("124m"), 8, 1024, PAPER),
-    ("olmo-1b", shape("olmo-1b"), 8, 2048, Setup()),
-    ("olmo-1b leanest", shape("olmo-1b"), 16, 2048, LEANEST),
-    ("olmo-1b bf16 attention, released", shape("olmo-1b"), 8, 4096, WIDE_ATTENTION),
-    ("7b 8 layers, logits", shape("llama-2-7b", 8), 4, 2048, Setup(Recipe(head=None))),
-    ("7b 8 layers, fp8 head, accumulation", shape("llama-2-7b", 8), 4, 2048, FP8_HEAD),
-    ("7b 8 layers, block scales", shape("llama-2-7b", 8), 8, 2048, BLOCK_SCALES),
-    ("7b 8 layers, bf16", shape("llama-2-7b", 8), 4, 2048, BASELINE),
-    ("llama-3-8b 8 layers", shape("llama-3-8b", 8), 8, 2048, Setup()),
-    ("qwen2.5-7b 8 layers", shape("qwen2.5-7b", 8), 8, 2048, Setup()),
-    ("llama-30b 6 layers, leanest", shape("llama-30b", 6), 4, 2048, replace(LEANEST, master="bf16")),
-    ("7b", shape("llama-2-7b"), 4, 2048, Setup()),
-    ("7b batch 1", shape("llama-2-7b"), 1, 2048, Setup()),
-    ("7b batch 1, accumulation", shape("llama-2-7b"), 1, 2048, Setup(accumulation=2)),
-    ("7b batch 1, leanest, accumulation", shape("llama-2-7b"), 1, 2048, replace(LEANEST, accumulation=2)),
-    ("7b batch 16, released", shape("llama-2-7b"), 16, 2048, Setup(release_gradients=True)),
-    ("7b batch 1, leanest, released, bf16 weights", shape("llama-2-7b"), 1, 2048, replace(RELEASED, master="bf16")),
-    ("7b batch 1, leanest, released, offload", shape("llama-2-7b"), 1, 2048, replace(RELEASED, offload=True)),
+# (name, model and perhaps its layers, batch, sequence, setup)
+CASES: tuple[tuple[str, str, int, int, Setup], ...] = (
+    ("124m", "124m", 32, 1024, Setup()),
+    ("124m bf16, fp32 states", "124m", 32, 1024, BASELINE),
+    ("124m paper", "124m", 8, 1024, Setup(Recipe.paper(), moments="fp8")),
+    ("olmo-1b", "olmo-1b", 8, 2048, Setup()),
+    ("olmo-1b leanest", "olmo-1b", 16, 2048, LEANEST),
+    ("olmo-1b bf16 attention, released", "olmo-1b", 8, 4096, replace(RELEASED, recipe=Recipe(kept_attention="bf16"))),
+    ("7b 8 layers, logits", "llama-2-7b 8", 4, 2048, Setup(Recipe(head=None))),
+    ("7b 8 layers, fp8 head, accumulation", "llama-2-7b 8", 4, 2048, FP8_HEAD),
+    ("7b 8 layers, block scales", "llama-2-7b 8", 8, 2048, Setup(Recipe(linear_scaling="block"))),
+    ("7b 8 layers, bf16", "llama-2-7b 8", 4, 2048, BASELINE),
+    ("llama-3-8b 8 layers", "llama-3-8b 8", 8, 2048, Setup()),
+    ("qwen2.5-7b 8 layers", "qwen2.5-7b 8", 8, 2048, Setup()),
+    ("llama-30b 6 layers, leanest", "llama-30b 6", 4, 2048, replace(LEANEST, master="bf16")),
+    ("7b", "llama-2-7b", 4, 2048, Setup()),
+    ("7b batch 1", "llama-2-7b", 1, 2048, Setup()),
+    ("7b batch 1, accumulation", "llama-2-7b", 1, 2048, Setup(accumulation=2)),
+    ("7b batch 1, leanest, accumulation", "llama-2-7b", 1, 2048, replace(LEANEST, accumulation=2)),
+    ("7b batch 16, released", "llama-2-7b", 16, 2048, Setup(release_gradients=True)),
+    ("7b batch 1, leanest, released, bf16 weights", "llama-2-7b", 1, 2048, replace(RELEASED, master="bf16")),
+    ("7b batch 1, leanest, released, offload", "llama-2-7b", 1, 2048, replace(RELEASED, offload=True)),
 )
 
 
 def cases() -> Iterator[Case]:
     """`CASES` with their configurations."""
     for name, model, batch, sequence, setup in CASES:
-        yield Case(name, model.config(), batch, sequence, setup)
+        key, _, layers = model.partition(" ")
+        shape = MODELS[key].changed(num_hidden_layers=int(layers)) if layers else MODELS[key]
+        yield Case(name, shape.config(), batch, sequence, setup)
 
 
 def config_cases() -> Iterator[Case]:
     """The shipped training configurations, but those on images, which the estimate does not know."""
     for path in sorted((ROOT / "configs").glob("*.toml")):
         config = load_config(path)
-        if path.stem not in SMALL and not config.data.images:
+        if path.stem not in ("demo", "llama-124m") and not config.data.images:
             asked = training(config)
             yield Case(f"configs/{path.name}", asked.predictor.config, asked.batch, asked.sequence, asked.setup)
 
@@ -154,11 +144,8 @@ def measured_step(case: Case, device: str) -> list[Phase]:
 
 def peaks(phases: list[Phase]) -> dict[str, int]:
     """The most bytes in any phase of each kind."""
-    most: dict[str, int] = {}
-    for phase in phases:
-        kind = kind_of(phase.label)
-        most[kind] = max(most.get(kind, 0), phase.peak)
-    return most
+    kinds = dict.fromkeys(kind_of(phase.label) for phase in phases)
+    return {kind: max(phase.peak for phase in phases if kind_of(phase.label) == kind) for kind in kinds}
 
 
 def line(row: dict[str, Any]) -> str:

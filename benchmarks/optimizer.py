@@ -8,9 +8,8 @@
     traffic     bytes per parameter that a step cannot avoid: weight and state read and written, gradient read
     TB/s, share that traffic over the time, and its share of the bandwidth of a copy
 
-The traffic follows from the state that is there, so it holds for peers too. Checking for non-finite gradients, or
-clipping, reads the gradients once more: all of them decide before the first weight moves. State in host memory crosses
-PCIe, which is another limit, so those rows have no traffic.
+The traffic follows from the state that is there, so it holds for peers too. Checking for non-finite gradients reads
+them once more: all decide before the first weight moves. State in host memory crosses PCIe: no traffic there.
 """
 
 from __future__ import annotations

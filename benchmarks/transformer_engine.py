@@ -20,6 +20,17 @@ from overcoat.models.family import decoder_layers, original_class
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 # What it computes; layers of other families have other norms.
 LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer")
+LIKE_LLAMA: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "self_attn_mask_type": "causal",
+    "attn_input_format": "bshd",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "bias": False,
+    "fuse_qkv_params": True,
+    "qkv_weight_interleaved": False,
+}
 
 
 def use_transformer_engine(model: Any, recipe: str) -> Callable[[], Any]:
@@ -51,9 +62,7 @@ def use_transformer_engine(model: Any, recipe: str) -> Callable[[], Any]:
         block.rotary = rotary
         model.set_submodule(name, block)
     chosen = getattr(recipes, RECIPES[recipe])()
-    if hasattr(te, "autocast"):
-        return functools.partial(te.autocast, enabled=True, recipe=chosen)
-    return functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)  # older releases
+    return functools.partial(te.autocast, enabled=True, recipe=chosen)
 
 
 class TransformerEngineBlock(nn.Module):
@@ -73,16 +82,8 @@ class TransformerEngineBlock(nn.Module):
             num_gqa_groups=config.num_key_value_heads,
             kv_channels=head_dim,
             layernorm_epsilon=config.rms_norm_eps,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            self_attn_mask_type="causal",
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=False,
-            attn_input_format="bshd",
             params_dtype=layer.self_attn.q_proj.weight.dtype,
+            **LIKE_LLAMA,
         )
         with torch.no_grad():
             for name, part in self._parts(self.layer.get_parameter).items():
@@ -114,8 +115,6 @@ class TransformerEngineBlock(nn.Module):
 
 def _forget_other_models() -> None:
     """Delayed scaling keeps the maxima of models that are gone, and updates them with the others."""
-    try:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-    except ImportError:  # older releases
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
     FP8GlobalStateManager.reset()

@@ -18,6 +18,7 @@ import argparse
 import gc
 import importlib
 import io
+import itertools
 import re
 import shutil
 import statistics
@@ -131,15 +132,12 @@ def adamw_step(package: Any, count: int, size: int, device: str = "cuda") -> Ste
 
 def cases(layers: int) -> dict[str, Callable[[Any], Step]]:
     """What is measured, by name."""
-    found: dict[str, Callable[[Any], Step]] = {}
-    for hidden in (2048, 4096):
-        for recipe in RECIPES:
-            found[f"block {hidden} {recipe}"] = partial(block_step, recipe=recipe, hidden=hidden)
-    for count, size in ((64, 1 << 24), (1000, 1 << 20)):
-        found[f"adamw {count} x {size >> 20}M"] = partial(adamw_step, count=count, size=size)
-    for batch in (4, 1):
-        found[f"model 7b, {layers} layers, batch {batch}"] = partial(model_step, layers=layers, batch=batch)
-    return found
+    blocks, steps = itertools.product((2048, 4096), RECIPES), ((64, 1 << 24), (1000, 1 << 20))
+    return {
+        **{f"block {width} {recipe}": partial(block_step, recipe=recipe, hidden=width) for width, recipe in blocks},
+        **{f"adamw {n} x {size >> 20}M": partial(adamw_step, count=n, size=size) for n, size in steps},
+        **{f"model 7b, {layers} layers, batch {n}": partial(model_step, layers=layers, batch=n) for n in (4, 1)},
+    }
 
 
 def memory_of(step: Step) -> dict[str, int]:
