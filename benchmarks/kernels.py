@@ -7,8 +7,7 @@ Bytes are those that the call must move: every tensor given is read once, every 
 Times are of the device alone, with cold caches.
 
     of copy        share of the rate at which 4 GiB are read and written by a copy
-    of same size   share of the rate of a copy that moves as many bytes as the kernel: a launch takes a few microseconds
-                   before its first byte, which is a lot of a small tensor's time
+    of same size   the same of a copy that moves as many bytes as the kernel: a launch takes a few microseconds
 
 Below 80% of the latter is a regression, or has its reason in docs/research/kernels.md.
 """

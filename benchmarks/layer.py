@@ -12,8 +12,7 @@ as in a converted model.
 
 `--accuracy [MODEL]` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on
 sequences of 1024 tokens with outlier channels; `--planted` has worse ones: a norm weight of 10 in every seventh channel
-and inputs 30 times too large in one. Those few channels make most of a norm's gradient, so that one draw moves its
-SQNR by more than a dB: signal and noise of `--draws` draws are added up. `--shapes --accuracy`, no shape: that alone.
+and inputs 30 times too large in one. Signal and noise of `--draws` draws are added up. `--shapes --accuracy`: that alone.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     python -m benchmarks memory --configs              configs/*.toml, with random weights and tokens
 
 Two steps each; the second one, whose optimizer states exist from the start, is measured. A row is a case: bytes
-predicted and measured, their relative difference, peaks by kind of phase, what the allocator reserved, and what of the
-GPU's memory in use lies outside it (CUDA context, other processes).
+predicted and measured, peaks by kind of phase, what the allocator reserved, and what of the GPU lies outside it.
 """
 
 from __future__ import annotations

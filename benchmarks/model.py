@@ -13,8 +13,7 @@
 Random tokens, fresh in every step. First all at one batch; with `--best` each also at larger ones, doubled until memory
 is out or doubling brings less than 1%, then bisected.
 
-`--gpus N`: FSDP2 over N GPUs (1 too), layer by layer, as many rows on each. Then tokens/s and TFLOP/s are of one GPU,
-kept and peak of the fullest.
+`--gpus N`: FSDP2 over N GPUs, as many rows on each; tokens/s and TFLOP/s are of one GPU, kept and peak of the fullest.
 """
 
 from __future__ import annotations

@@ -66,11 +66,10 @@ def commit() -> str:
         return told
     # A copy without .git may lie in another repository, whose commit would be the answer.
     git = ["git", "-C", str(ROOT), "--git-dir", str(ROOT / ".git"), "--work-tree", str(ROOT)]
-    try:
-        done = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    except OSError:
-        return f"overcoat {VERSION}"
-    return done.stdout.strip() or f"overcoat {VERSION}"
+    found = ""
+    with contextlib.suppress(OSError):
+        found = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout
+    return found.strip() or f"overcoat {VERSION}"
 
 
 def command_line(arguments: Sequence[str]) -> str:

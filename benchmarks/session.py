@@ -139,12 +139,8 @@ def _answer(pipe: Connection, function: Callable[..., Row], arguments: tuple[Any
 
 
 def load_pytorchs_cudnn() -> None:
-    """Load all parts of the cuDNN that PyTorch has loaded, before anybody looks for one.
-
-    cuDNN opens its parts by name when they are first needed. Where there is a cuDNN of the machine's own as well,
-    PyTorch or Transformer Engine may be given a part of that, and parts of two releases refuse each other ("undefined
-    symbol"). A part that is loaded already is not looked for.
-    """
+    """Load all parts of the cuDNN that PyTorch has loaded: where the machine has one of its own as well, PyTorch or
+    Transformer Engine may be given a part of that later, and parts of two releases refuse each other."""
     maps = Path("/proc/self/maps")
     found = re.search(r"/\S*(?=/libcudnn\.so)", maps.read_text()) if maps.exists() else None
     if found is not None:  # a PyTorch for CPUs has none

@@ -69,11 +69,8 @@ def synchronize() -> None:
 
 
 def host_ms(step: Callable[[], Any], repeats: int = 9) -> float:
-    """Median ms until `step` returns while the device is busy with something else: what the host takes to queue it.
-
-    It depends on the core that the process happens to be on: one shared with another's work is 1.7 times as slow. A
-    step that waits for the device takes as long as the device was kept busy, 20 ms and more.
-    """
+    """Median ms until `step` returns while the device is busy with something else: what the host takes to queue it. A
+    core shared with another's work is 1.7 times as slow. A step that waits for the device takes 20 ms and more."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()

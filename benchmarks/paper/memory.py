@@ -84,6 +84,8 @@ def table2(options: argparse.Namespace) -> Result:
 
 def table6(options: argparse.Namespace) -> Result:
     """Kept bytes of a block by dry runs; its time with --full, on a GPU."""
+    if options.full and not torch.cuda.is_available():
+        raise ValueError("table6 --full needs an NVIDIA GPU")
     columns = (*(("paper ms", "ours ms") if options.full else ()), "paper kept x", "ours kept x")
     rows: list[Row] = []
     for (hidden, sequence), times in list(TABLE6.items())[: None if options.full else 1]:

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.paper.training import newest_checkpoint, tiny_run
 from benchmarks.rows import Result, Row
 from overcoat.formats import to_groups
 from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
+from overcoat.train.checkpoint import list_checkpoints
 
 GROUP_SIZE = 128
 CHUNK = 1 << 16  # groups encoded at once
@@ -43,6 +43,14 @@ TABLE8 = {
     "de8x": (11.57, 7.47, 19.69, 7.65, 9.91, 15.81),
 }
 OURS = (("ratio8", "log8"), ("sqrt8", "log8"), ("bf16", "bf16"))
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Return the newest checkpoint of a run directory, or the path itself if it is one. ValueError: there is none."""
+    found = list_checkpoints(run_dir / "checkpoints") or [run_dir]
+    if not (found[-1] / "training.pt").is_file():
+        raise ValueError(f"--checkpoint {run_dir}: no run directory or checkpoint of `overcoat train`")
+    return found[-1]
 
 
 def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -84,7 +92,7 @@ def analyse(checkpoint: Path, eps: float, device: str) -> dict[str, float]:
 
 
 def _table(title: str, of_paper: Mapping[str, tuple[float, ...]], options: argparse.Namespace) -> Result:
-    checkpoint = newest_checkpoint(options.checkpoint or tiny_run())
+    checkpoint = newest_checkpoint(options.checkpoint)
     found = analyse(checkpoint, EPS, "cuda" if torch.cuda.is_available() else "cpu")
     pairs: list[tuple[str, str, float | None]]
     pairs = [(a, b, value) for a, values in of_paper.items() for b, value in zip(SECOND, values, strict=False)]
