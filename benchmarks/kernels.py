@@ -3,7 +3,6 @@
 Measured is what training steps call, with the arguments that they give: one-layer models of `SUBJECTS` take a step
 while every op of ours is recorded. AdamW's step: `python -m benchmarks optimizer`.
 
-Bytes are those that the call must move: every tensor given is read once, every one returned or mutated written once.
 Times are of the device alone, with cold caches.
 
     of copy        share of the rate at which 4 GiB are read and written by a copy

@@ -12,7 +12,7 @@ as in a converted model.
 
 `--accuracy [MODEL]` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on
 sequences of 1024 tokens with outlier channels; `--planted` has worse ones: a norm weight of 10 in every seventh channel
-and inputs 30 times too large in one. Signal and noise of `--draws` draws are added up. `--shapes --accuracy`: that alone.
+and inputs 30 times too large in one. Signal and noise of `--draws` draws are added up. `--shapes --accuracy`: no times.
 """
 
 from __future__ import annotations

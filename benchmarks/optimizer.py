@@ -82,8 +82,6 @@ def peer(
 # GaLore as in its README, with the rank of its 7B. In the first step, as in every 200th, it decomposes each gradient
 # (SVD), which is not timed, but takes minutes.
 GALORE = {"rank": 1024, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-
-
 OPTIMIZERS = {
     "overcoat 8bit, bf16+8": ours(),
     "overcoat 8bit, bf16+8, unchecked": ours(check_finite=False),

@@ -41,10 +41,7 @@ def head_dim(config: Any) -> int:
 
 def build_block(shape: BlockShape, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:
     """A transformers model of one layer with random weights, the same for the same seed, and what it gives its layer
-    beside the input: rotary tables, masks.
-
-    Norm weights and biases are random too: at their usual ones and zeros an error in them would not show.
-    """
+    beside the input: rotary tables, masks. At the usual ones and zeros of norms and biases an error would not show."""
     transformers = load_extra("transformers", "hf", "a model")
     torch.manual_seed(seed)
     config = shape.model.changed(num_hidden_layers=1).config().get_text_config()
