@@ -5,9 +5,9 @@
     torchao ...              its float8 training recipes on every linear layer, compiled
     transformer engine ...   its TransformerLayer under its FP8 recipes
 
-"compile" is torch.compile layer by layer; "graphs" with mode="reduce-overhead": CUDA graphs. BF16 and torchao take PyTorch's attention, cuDNN's first, the fastest on
-Hopper. In whole models peers get the best parts that can be assembled: liger-kernel's fused linear cross-entropy where
-it is installed, and the optimizer their name says.
+"compile" is torch.compile layer by layer; "graphs" with mode="reduce-overhead": CUDA graphs. BF16 and torchao take
+PyTorch's attention, cuDNN's first, the fastest on Hopper. In whole models peers get the best parts that can be
+assembled: liger-kernel's fused linear cross-entropy where it is installed, and the optimizer their name says.
 """
 
 from __future__ import annotations
