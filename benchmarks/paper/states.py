@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks.rows import Result, Row
 from overcoat.formats import to_groups
 from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
-from overcoat.train.checkpoint import list_checkpoints
+from overcoat.train.checkpoint import list_checkpoints, read_states
+from overcoat.train.files import RECORD
 
 GROUP_SIZE = 128
 CHUNK = 1 << 16  # groups encoded at once
@@ -48,7 +49,7 @@ OURS = (("ratio8", "log8"), ("sqrt8", "log8"), ("bf16", "bf16"))
 def newest_checkpoint(run_dir: Path) -> Path:
     """Return the newest checkpoint of a run directory, or the path itself if it is one. ValueError: there is none."""
     found = list_checkpoints(run_dir / "checkpoints") or [run_dir]
-    if not (found[-1] / "training.pt").is_file():
+    if not (found[-1] / RECORD).is_file():
         raise ValueError(f"--checkpoint {run_dir}: no run directory or checkpoint of `overcoat train`")
     return found[-1]
 
@@ -56,8 +57,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
     """(m, v) of each parameter in a checkpoint of `overcoat train`, FP32 groups (1, N, 128) in chunks. ValueError: the
     moments of the checkpoint are already coded."""
-    saved = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True, mmap=True)
-    for state in saved["optimizer"]["state"].values():
+    for state in read_states(checkpoint):
         moments = state["exp_avg"], state["exp_avg_sq"]
         if any(moment.dtype != torch.float32 for moment in moments):
             raise ValueError(f"{checkpoint}: moments are {moments[0].dtype}; train with optimizer.moments=fp32")

@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 import torch
 
 import overcoat
-from overcoat.extras import check_exists, load_extra, load_pretrained
-from overcoat.train.build import auto_class, load_model
+from overcoat.extras import check_exists, load_extra
+from overcoat.train import checkpoint
+from overcoat.train.build import load_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import DataConfig, error_context, require
 from overcoat.train.configfile import load_config
 from overcoat.train.evaluate import Tasks, perplexity, task_names
-from overcoat.train.files import MANIFEST, verify_directory
+from overcoat.train.files import MANIFEST, RECORD, verify_directory
 from overcoat.train.products import compute_in_fp32
 from overcoat.train.rows import has_rows, text_of
-from overcoat.train.shards import is_sharded, read_model
 from overcoat.train.sources import find_files, read_documents, rows
 from overcoat.train.tokenizer import load_tokenizer
 
@@ -239,11 +239,7 @@ def load_target(target: Target, device: torch.device, trust_remote_code: bool = 
     transformers = load_extra("transformers", "hf", "overcoat eval")
     transformers.utils.logging.disable_progress_bar()
     tokenizer = load_tokenizer(target.place, trust_remote_code, target.special_tokens)
+    if (Path(target.place) / RECORD).exists():
+        return checkpoint.load_model(Path(target.place), device, trust_remote_code).eval(), tokenizer
     settings = {"dtype": "auto", "attn_implementation": "sdpa"}
-    if not is_sharded(Path(target.place)):
-        return load_model(target.place, device, settings, trust_remote_code, "the model").eval(), tokenizer
-    config = load_pretrained("AutoConfig", "the model", target.place, trust_remote_code)
-    with device:
-        model = auto_class(type(config)).from_config(config, dtype=config.dtype, attn_implementation="sdpa")
-    read_model(Path(target.place), model)
-    return model.eval(), tokenizer
+    return load_model(target.place, device, settings, trust_remote_code, "the model").eval(), tokenizer

@@ -12,11 +12,10 @@ from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import load_pretrained, reason
 from overcoat.train.batch_plan import BatchPlan, configured_fit, training_setup
 from overcoat.train.build import loss_for_estimates
-from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints
+from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints, num_processes
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.metrics import METRICS, Row, is_count, read_metrics
-from overcoat.train.shards import is_sharded
 
 
 @dataclass
@@ -104,7 +103,7 @@ def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -
     model = next((path for path in made if (path / "config.json").exists()), None)
     if model is None:
         return "there is no checkpoint yet that says what the model is"
-    if is_sharded(made[-1]):
+    if num_processes(made[-1]) > 1:
         return "the run had several processes, whose estimate is overcoat estimate --config CONFIG.toml --gpus N"
     fits = list(metrics["fit"].values())
     if not fits and config.train.batch_size == "auto":

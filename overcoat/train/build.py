@@ -25,6 +25,7 @@ from overcoat.models.shapes import MOST_LAYERS
 from overcoat.optim.sharding import local
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
 from overcoat.train.data import Batch
+from overcoat.train.files import RECORD
 from overcoat.train.process import choose_device, gather, is_first, memory_of, share
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
@@ -146,14 +147,6 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def trained_state(model: Any) -> dict[str, torch.Tensor]:
-    """`model.state_dict()` with the parameters themselves; of `PeftModel` the adapters alone."""
-    found = model.state_dict(keep_vars=True)
-    if hasattr(model, "peft_config"):
-        return {name: tensor for name, tensor in found.items() if tensor.requires_grad}
-    return dict(found)
-
-
 def model_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the options that transformers makes and loads the model with."""
     return {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
@@ -178,6 +171,8 @@ def load_model(
     goes to the device at once."""
     options = {"device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
     auto = auto_class(type(load_pretrained("AutoConfig", what, name, trust_remote_code)))
+    is_checkpoint = (Path(name) / RECORD).is_file()
+    require(not is_checkpoint, f"{what} {name!r} is a checkpoint: give its run's export/, or go on with train.resume")
     model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **options)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]

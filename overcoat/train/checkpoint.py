@@ -1,14 +1,18 @@
-"""Checkpoints: `RUN_DIR/checkpoints/step-00000500/`, each complete, checked and a Hugging Face folder of its own.
+"""Checkpoints: `RUN_DIR/checkpoints/step-00000500/`, each complete and checked, the same for one process and many.
 
-    model.safetensors, config.json, tokenizer...   what `from_pretrained` reads
-    training.pt    optimizer, data position, generators, counters; loaded with weights_only=True
-    manifest.json  size and SHA-256 of every file
+    shard-*.safetensors        weights and states of the optimizer (`state.py` has their names)
+    training.json              counters, position in the data, generators
+    config.json, tokenizer...  what the model is, for `overcoat eval` and `overcoat report`
+    manifest.json              size and SHA-256 of every file
 
-Several processes write one file each instead of model.safetensors. Any number of processes resumes from either kind
-(`shards.py`).
+PyTorch's distributed checkpoints (DCP) write and read the tensors, with their safetensors storage: each process writes
+what it holds to files of its own, whose headers say where in the whole tensor each piece begins. What is alike in all
+processes is written once. Any number of processes reads what it needs. DCP's own storage is not used: its .metadata is
+a pickle, which can run a stranger's code. Nothing here is.
 
-They are written atomically (see `files.py`) and only then is the oldest beyond `checkpoint.keep` removed, so at every
-moment there is one that can be resumed from. saving.py writes them.
+A checkpoint is copied into host memory, if that has room, and a thread writes the copy while training goes on
+(`Saver`). It is written atomically (see `files.py`) and only then is the oldest beyond `checkpoint.keep` removed, so at
+every moment there is one that can be resumed from.
 
 Which one a run starts from (`choose_checkpoint`), decided before anything is written:
   * a `train.run_dir` that is new, or holds nothing but tokens, or a run that ended before its first checkpoint
@@ -17,31 +21,315 @@ Which one a run starts from (`choose_checkpoint`), decided before anything is wr
   * a run of another configuration, or files that are not ours: an error that names the difference;
   * `train.resume=PATH`: that checkpoint, whatever else differs; the way past a damaged newest one and to fine-tune on.
     Repeating that command goes back to PATH; without train.resume it continues.
-A checkpoint that does not match its manifest, or holds weights that are not in it, is never used and never replaced
+A checkpoint that does not match its manifest, or holds tensors that are not in it, is never used and never replaced
 silently: the error names the one before. What has another name than a checkpoint is left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import re
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from overcoat.extras import load_extra, load_pretrained, reason
+from overcoat.optim.sharding import local, rewrap, shard_bytes, state_shape, wrap_state
+from overcoat.optim.state import state_fields
 from overcoat.train import files, process
+from overcoat.train.build import auto_class
 from overcoat.train.config import Config, error_context, require
 from overcoat.train.configfile import differences, dump_toml, load_config
 from overcoat.train.corpus import STREAMED, cache_dir
-from overcoat.train.files import DamagedError
+from overcoat.train.export import write_settings
+from overcoat.train.files import RECORD, DamagedError, loading, writing
 from overcoat.train.metrics import METRICS
-from overcoat.train.shards import read_model, read_states
-from overcoat.train.state import TrainState, check_counts
+from overcoat.train.state import TrainState, check_counts, check_value, named_tensors
 
-TRAINING = "training.pt"
 ANOTHER = ": choose another checkpoint with train.resume=PATH"
 WRITTEN_LAST = ("loss.png", "kept.txt", "results.json")  # files of a finished run
 NAME = re.compile(r"step-(\d{8,})")
+WEIGHT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # converted into each other
+FILE_BYTES = 2 << 30  # of a file at most, but for larger tensors: DCP makes a file in memory before it writes it
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of one process; in a thread no filter is safe
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes checkpoints of a run, each beside the training that follows it.
+
+    To be used in `with`: at its end the last one is complete. What goes wrong in a thread is raised by the next
+    `check`, `save` or `wait`, or there; said, where another error is on its way.
+    """
+
+    def __init__(self, state: TrainState, config: Config, tokenizer: Any | None) -> None:
+        self.state, self.config, self.tokenizer = state, config, tokenizer
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            warnings.warn(f"the newest checkpoint could not be written: {reason(error)}", stacklevel=2)
+        finally:
+            self._thread.shutdown()
+
+    def wait(self) -> None:
+        """Until what was saved is complete."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def check(self) -> None:
+        """Raise what went wrong so far: a full disk is not to cost the steps until the next checkpoint."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def save(self) -> Path:
+        """The checkpoint of the state as it is, once it is complete; copied, if the host has memory for that."""
+        self.wait()
+        held = CheckpointSnapshot(self.state)
+        if self.config.checkpoint.asynchronous and not process.largest(held.bytes > process.host_bytes_free())[0]:
+            held.copy()
+            self._pending = self._thread.submit(write_checkpoint, held, self.config, self.tokenizer)
+        else:
+            write_checkpoint(held, self.config, self.tokenizer)
+        return checkpoint_dir(self.config) / held.name
+
+
+class CheckpointSnapshot:
+    """What this process writes of a checkpoint."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.model, self.step, self.name = state.model, state.step, f"step-{state.step:08d}"
+        self.record, self.tensors = state.snapshot()
+        process.writing_group()
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of a copy in host memory."""
+        return sum(map(shard_bytes, self.tensors.values()))
+
+    def copy(self) -> None:
+        """Hold copies in host memory."""
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = rewrap(tensor, local(tensor).to("cpu", copy=True))
+
+
+def write_checkpoint(held: CheckpointSnapshot, config: Config, tokenizer: Any | None) -> Path:
+    """The complete checkpoint; the oldest beyond `checkpoint.keep` are removed. Of several processes each writes its
+    files into the first one's unfinished directory, which takes its name once all have."""
+    folder = checkpoint_dir(config)
+    target = folder / held.name
+
+    def fill(partial: Path) -> None:
+        process.wait_for_writers()  # until this folder is there
+        write_tensors(partial, held.tensors)
+        with writing(partial):
+            held.model.config.save_pretrained(partial)
+            for adapters in getattr(held.model, "peft_config", {}).values():
+                adapters.save_pretrained(partial)
+            write_settings(held.model, tokenizer, partial)
+            (partial / RECORD).write_text(json.dumps(held.record))
+
+    if process.is_first():
+        files.write_directory(target, fill, {"step": held.step, "processes": process.count()})
+        for path in list_checkpoints(folder)[: -config.checkpoint.keep]:
+            files.remove_directory(path)
+        files.sweep(folder)  # what could not be deleted before
+    else:
+        process.wait_for_writers()
+        write_tensors(files.partial_of(target), held.tensors)
+    process.wait_for_writers()  # none goes on before it is complete
+    return target
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write the tensors of all processes, to be called in each of them; returns when all have written."""
+    load_extra("safetensors", "hf", "writing a checkpoint")
+    ends = itertools.accumulate(map(shard_bytes, tensors.values()))
+    file_of = {name: 1 + end // FILE_BYTES for name, end in zip(tensors, ends, strict=True)}
+    number = {file: place for place, file in enumerate(dict.fromkeys(file_of.values()), 1)}  # without gaps
+    files_of = {name: number[file] for name, file in file_of.items()}
+    writer = dcp.HuggingFaceStorageWriter(str(folder), files_of, save_distributed=True)
+    with _together(OSError, f"{folder} cannot be written"):
+        dcp.save(tensors, storage_writer=writer, process_group=process.writing_group(), no_dist=process.count() == 1)
+
+
+@contextlib.contextmanager
+def _together(kind: type[Exception], what: str) -> Iterator[None]:
+    """Raise an error of any process as one line that names it, in all of them."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        is_own = isinstance(cause, Exception) and not isinstance(cause, torch.OutOfMemoryError)
+        if not is_own or process.follows_from_another(cause):
+            raise cause from error
+        who = f"rank {rank}: " if process.count() > 1 else ""
+        raise kind(f"{who}{what}: {reason(cause)}") from error
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: Path, state: TrainState) -> int:
+    """Put the (verified) checkpoint at `path` into `state`, weights in place; return the checksum of the rows that its
+    run held out."""
+    record = read_record(path)
+    if record["data_identity"] != state.data_identity:
+        remedy = "set data.cache_dir to the data/ folder of its run"
+        if state.data_identity.startswith(STREAMED):
+            remedy = (
+                "stream the same files (names and sizes) with the same data.held_out, sequence_length and eval.rows"
+            )
+        raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
+    stored = _stored(path)
+    weights = _weights(path, stored, state.model)
+    if changed := sorted(set(record["trained"]) ^ set(state.trained())):
+        raise ValueError(
+            f"{path} trained other parameters: {len(changed)} differ, the first is {changed[0]}; set model.freeze as "
+            "its run did, or start anew from its run's export/ with model.name"
+        )
+    states = _states(path, stored, state, record["with_state"])
+    rest = _empty(stored, "rows/") | _empty(stored, "drawn")
+    _read(path, weights | states | rest)
+    names = [name for name, *_ in state.params()]
+    for key, value in states.items():
+        _, number, field = key.split("/")
+        with error_context(f"{path}: {field!r} of {names[int(number)]} ", after=ANOTHER):
+            check_value(field, value, record["step"])
+    with loading(path):
+        state.load(record, states | rest)
+    return int(record["held_out"])
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """Return what training.json says."""
+    with loading(checkpoint / RECORD):
+        record: dict[str, Any] = json.loads((checkpoint / RECORD).read_text())
+        check_counts(record)
+        sorted(record["trained"]), record["data_identity"], record["held_out"], record["with_state"]
+    return record
+
+
+def read_model(checkpoint: Path, model: Any) -> None:
+    """Copy a checkpoint's weights into a model, each process its own rows. ValueError: they are those of another
+    model."""
+    _read(checkpoint, _weights(checkpoint, _stored(checkpoint), model))
+
+
+def load_model(checkpoint: Path | str, device: torch.device | str = "cpu", trust_remote_code: bool = False) -> Any:
+    """Return the model of a checkpoint, in the dtype it was saved in, with the tokens at which it stops."""
+    config = load_pretrained("AutoConfig", "the model", str(checkpoint), trust_remote_code)
+    with torch.device(device):
+        model = auto_class(type(config)).from_config(config, dtype=config.dtype, attn_implementation="sdpa")
+    read_model(Path(checkpoint), model)
+    if (Path(checkpoint) / "generation_config.json").exists():
+        model.generation_config = type(model.generation_config).from_pretrained(checkpoint)
+    return model
+
+
+def read_states(checkpoint: Path) -> Iterator[dict[str, Tensor]]:
+    """Yield the optimizer's state of parameter after parameter, whole."""
+    stored = _stored(checkpoint)
+    for number in sorted({int(key.split("/")[1]) for key in stored if key.startswith("optimizer/")}):
+        found = _empty(stored, f"optimizer/{number}/")
+        _read(checkpoint, found)
+        yield {key.split("/")[2]: value for key, value in found.items()}
+
+
+def num_processes(folder: Path) -> int:
+    """Return how many processes wrote a checkpoint; 0 of another folder."""
+    return len({file.name.split("-model-")[0] for file in folder.glob("shard-*.safetensors")})
+
+
+Stored = dict[str, TensorStorageMetadata]
+
+
+def _stored(folder: Path) -> Stored:
+    """Return what the headers of a checkpoint's files say of its tensors. ValueError: pieces are missing."""
+    load_extra("safetensors", "hf", "reading a checkpoint")
+    with loading(folder):
+        stored: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name, of in stored.items():
+        missing = of.size.numel() - sum(chunk.sizes.numel() for chunk in of.chunks)
+        require(not missing, f"{folder}: {missing} elements of {name} are in none of its files")
+    return stored
+
+
+def _weights(folder: Path, stored: Stored, model: Any) -> dict[str, Tensor]:
+    """Return a model's tensors by their names in a checkpoint. ValueError: that holds another model."""
+    own = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
+    wrong = sorted(own.keys() ^ {key for key in stored if key.startswith("model/")})
+    wrong += [key for key, tensor in own.items() if key in stored and stored[key].size != tensor.shape]
+    if wrong:
+        name = wrong[0].removeprefix("model/")
+        raise ValueError(f"{folder} holds another model: {len(wrong)} parameters differ, the first is {name}")
+    for key, tensor in own.items():
+        dtype = stored[key].properties.dtype
+        fits = dtype == tensor.dtype or {dtype, tensor.dtype} <= WEIGHT_DTYPES
+        require(fits, f"{folder}: {key.removeprefix('model/')} is {dtype}, expected {tensor.dtype}{ANOTHER}")
+    return own
+
+
+def _states(folder: Path, stored: Stored, state: TrainState, numbers: list[int]) -> dict[str, Tensor]:
+    """Return memory for the optimizer's states of these parameters, laid out for this process. ValueError: a checkpoint
+    holds others."""
+    params = state.params()
+    found, wrong = dict[str, Tensor](), {key for key in stored if key.startswith("optimizer/")}
+    for number in numbers:
+        with loading(folder / RECORD):
+            _, param, group = params[number]
+        for field, (shape, dtype, _) in state_fields(param, group).items():
+            key, part = f"optimizer/{number}/{field}", torch.empty(state_shape(param, shape), dtype=dtype)
+            found[key] = wrap_state(param, part, shape)
+            if key in stored and (stored[key].size, stored[key].properties.dtype) == (shape, dtype):
+                wrong.remove(key)
+            else:
+                wrong.add(key)
+    if wrong:
+        options = ", ".join(f"{option}={params[0][2][option]!r}" for option in ("moments", "master", "group_size"))
+        raise ValueError(
+            f"{folder} holds other states than an optimizer of {options} has: {len(wrong)} differ, the first is "
+            f"{min(wrong)}{ANOTHER}"
+        )
+    return found
+
+
+def _empty(stored: Stored, prefix: str) -> dict[str, Tensor]:
+    """Return memory for the tensors whose names begin so."""
+    return {
+        key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in stored.items() if key.startswith(prefix)
+    }
+
+
+def _read(folder: Path, into: dict[str, Tensor]) -> None:
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    with _together(ValueError, f"{folder} cannot be loaded"), loading(folder), torch.no_grad():
+        dcp.load(into, storage_reader=reader, process_group=process.writing_group(), no_dist=process.count() == 1)
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_dir(config: Config) -> Path:
@@ -99,37 +387,7 @@ def set_aside_attempt(config: Config) -> None:
         _set_aside(metrics)
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
-def load_checkpoint(path: Path, state: TrainState) -> int | None:
-    """Put the (verified) checkpoint at `path` into `state`, weights in place; returns the checksum of the rows that its
-    run held out, None where it is not recorded."""
-    with files.loading(path / TRAINING):
-        # Mapped where a process takes but its part.
-        saved = torch.load(path / TRAINING, map_location="cpu", weights_only=True, mmap=process.count() > 1)
-        identity, states = saved["data_identity"], saved["optimizer"]["state"]
-    with error_context(f"{path / TRAINING}: ", Exception, ANOTHER):
-        check_counts(saved)
-    if identity != state.data_identity:
-        remedy = "set data.cache_dir to the data/ folder of its run"
-        if state.data_identity.startswith(STREAMED):
-            remedy = (
-                "stream the same files (names and sizes) with the same data.held_out, sequence_length and eval.rows"
-            )
-        raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
-    read_model(path, state.model)
-    if changed := sorted(set(saved.get("trained", state.trained())) ^ set(state.trained())):
-        raise ValueError(
-            f"{path} trained other parameters: {len(changed)} differ, the first is {changed[0]}; set model.freeze as "
-            "its run did, or start anew from its weights with model.name"
-        )
-    read_states(path, state.optimizer, states)
-    with error_context(f"{path / TRAINING}: ", Exception, ANOTHER):
-        state.check_states(saved)
-    with files.loading(path / TRAINING):
-        state.load_training_dict(saved)
-    return saved.get("held_out")
+# ---- choosing -------------------------------------------------------------------------------------------------------
 
 
 def choose_checkpoint(config: Config) -> Path | None:
@@ -189,12 +447,15 @@ def _changes(config: Config) -> list[str]:
 
 
 def _verify(path: Path, before: str, after: str) -> Path:
-    """`path`, or DamagedError unless it holds what its manifest says, the training state, and no weights beside."""
+    """`path`, or DamagedError unless it holds what its manifest says, and no tensors beside."""
     try:
-        named = files.verify_directory(path, [TRAINING])["files"]
+        named = files.verify_directory(path)["files"]
         strays = sorted({file.name for file in path.glob("*.safetensors")} - set(named))
         if strays:
             raise DamagedError(f"{path} holds {strays[0]}, which is not in its manifest: move that file away")
     except DamagedError as error:
         raise DamagedError(f"{before}{error}{after}") from error
+    require(
+        RECORD in named, f"{before}{path} is no checkpoint of this version: its manifest does not list {RECORD}{after}"
+    )
     return path

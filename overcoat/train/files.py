@@ -30,6 +30,7 @@ from overcoat.extras import reason
 from overcoat.train.process import follows_from_another
 
 MANIFEST = "manifest.json"
+RECORD = "training.json"  # of a checkpoint
 PARTIAL = ".partial-"
 DISCARDED = ".discarded-"
 AGAIN = "~"  # after a number: another discarded directory of the same name is still there

@@ -27,7 +27,7 @@ import overcoat
 from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
 from overcoat.optim.sharding import local
-from overcoat.train import checkpoint, process, saving
+from overcoat.train import checkpoint, process
 from overcoat.train.batch_plan import BatchPlan, first_fit, memory_to_plan_with, recipe_of
 from overcoat.train.build import (
     base_model,
@@ -44,6 +44,7 @@ from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.data import PackedRows
 from overcoat.train.evaluate import Tasks, task_names
+from overcoat.train.export import export
 from overcoat.train.files import lock, sweep
 from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
@@ -202,7 +203,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         return checkpoints[-1]
 
     with (
-        saving.Saver(state, config, corpus.to_save) as saver,
+        checkpoint.Saver(state, config, corpus.to_save) as saver,
         contextlib.closing(RunLog(config, console, title, state.step, device)) as log,
     ):
         on_tasks = None
@@ -215,7 +216,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
             raise
     if state.kept_table and process.is_first():
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
-    saving.export(state, corpus.to_save, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
+    export(state, corpus.to_save, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
     sample = generate_sample(config, corpus, state)
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
 
@@ -229,9 +230,8 @@ def _resume(path: Path, state: TrainState, config: Config, say: Callable[[str], 
     if process.is_first() and (step > steps or (step == steps and not read_metrics(metrics)["train"])):
         raise ValueError(f"{path} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps")
     say(f"resuming from {path}")
-    if held_out != state.held_out and (held_out is not None or config.data.is_chat):
-        sure = "are others" if held_out is not None else "may be others (it does not record them)"
-        say(f"the rows held out {sure} than before this checkpoint: held-out losses do not compare with those")
+    if held_out != state.held_out:
+        say("the rows held out are others than before this checkpoint: held-out losses do not compare with those")
 
 
 def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:

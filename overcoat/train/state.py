@@ -1,4 +1,9 @@
-"""Everything that changes while training, in one object: what a checkpoint holds is what this holds.
+"""Everything that changes while training, in one object, and what a checkpoint holds of it: tensors and a record.
+
+    tensors   model/NAME              parameters and buffers, tied ones under their first name; of adapters these alone
+              optimizer/NUMBER/FIELD  states of the optimizer, by the number of the parameter
+              rows/FIELD, drawn       rows that were read and not trained on
+    record    counters, position in the data, generators, options of the optimizer: plain JSON
 
 The learning-rate schedule is a function of the step and needs no state of its own. `rng_state` covers every
 generator that a model or a library might draw from (dropout, for one); stochastic rounding has its own inside
@@ -13,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import overcoat
 from overcoat.optim.sharding import local
-from overcoat.optim.state import check_state
 from overcoat.train import process
 from overcoat.train.batch_plan import BatchPlan, recipe_of
 from overcoat.train.build import base_model
-from overcoat.train.config import Config
+from overcoat.train.config import Config, require
 from overcoat.train.configfile import LARGEST
 from overcoat.train.data import Batch, Images, RowSource, make_batch
 
@@ -60,96 +65,98 @@ class TrainState:
         """The names of the parameters that have states in the optimizer, which knows them by their order alone."""
         return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
-    def _with_state(self) -> list[int]:
-        """Numbers of the parameters that have a state: those that have had a gradient."""
-        params = (param for group in self.optimizer.param_groups for param in group["params"])
-        return [number for number, param in enumerate(params) if self.optimizer.state.get(param)]
+    def params(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
+        """Return the optimizer's parameters by number, each with its name and its group."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        groups = self.optimizer.param_groups
+        return [(names[id(param)], param, group) for group in groups for param in group["params"]]
 
-    def check_states(self, saved: dict[str, Any]) -> None:
-        """ValueError: states of the optimizer are not those that were saved, or hold what no step leaves."""
-        states, names = saved["optimizer"]["state"], self.trained()
-        expected = set(saved.get("with_state", states))  # not recorded by earlier versions
-        if differing := sorted(expected ^ set(states), key=str):
-            name = names[differing[0]] if differing[0] in range(len(names)) else differing[0]
-            raise ValueError(f"{len(differing)} states of the optimizer are missing or too many, the first of {name}")
-        # In the order of the optimizer's groups, which is not that of the names.
-        of_id = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        params = [(group, param) for group in self.optimizer.param_groups for param in group["params"]]
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the record and the tensors of a checkpoint, not copied. All processes call it."""
+        optimizer, rows = self.optimizer.state_dict(), self.rows.state_dict()
+        states = {number: state for number, state in optimizer["state"].items() if state}
+        tensors = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(self.model).items()}
         for number, state in states.items():
-            if number not in range(len(params)):
-                raise ValueError(f"there is a state of parameter {number}, and {len(params)} parameters")
-            group, param = params[number]
-            name = of_id.get(id(param), str(number))
-            check_state(state, param, group, name, "of another model, or damaged")
-            for field, value in state.items():
-                if why := _impossible(field, local(value), saved["step"]):
-                    raise ValueError(f"{field!r} of {name} {why}")
-
-    def training_dict(self) -> dict[str, Any]:
-        """All but the model's weights, as plain containers and tensors (loadable with weights_only)."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "trained": self.trained(),
-            "with_state": self._with_state(),
-            "rows": self.rows.state_dict(),
-            "data_identity": self.data_identity,
-            "held_out": self.held_out,
-            "rng": rng_state() if process.count() == 1 else process.gather(rng_state()),
+            tensors |= {f"optimizer/{number}/{field}": value for field, value in state.items()}
+        tensors |= {f"rows/{field}": rows.pop(field) for field in [*rows] if isinstance(rows[field], Tensor)}
+        if self.drawn is not None:
+            tensors["drawn"] = torch.from_numpy(self.drawn)
+        record = {
             "step": self.step,
             "num_tokens": self.num_tokens,
             "kept_bytes": self.kept_bytes,
-            "drawn": None if self.drawn is None else torch.from_numpy(self.drawn),
+            "data_identity": self.data_identity,
+            "held_out": self.held_out,
+            "trained": self.trained(),
+            "with_state": [*states],  # parameters that have had a gradient
+            "param_groups": optimizer["param_groups"],
+            "rows": rows,
+            "rng": process.gather(rng_state()),
         }
+        return record, tensors
 
-    def load_training_dict(self, saved: dict[str, Any]) -> None:
+    def load(self, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take over a checkpoint, whose weights are in the model already."""
+        states: dict[int, dict[str, Tensor]] = {number: {} for number in record["with_state"]}
+        rows = dict(record["rows"])
+        for key, value in tensors.items():
+            kind, *path = key.split("/")
+            if kind == "optimizer":
+                states[int(path[0])][path[1]] = value
+            elif kind == "rows":
+                rows[path[0]] = value
         chosen = [{key: group[key] for key in RECONFIGURABLE} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.optimizer.load_state_dict({"state": states, "param_groups": record["param_groups"]})
         for group, options in zip(self.optimizer.param_groups, chosen, strict=True):
             group.update(options)
-        self.rows.load_state_dict(saved["rows"])
-        self.step, self.num_tokens, self.kept_bytes = saved["step"], saved["num_tokens"], saved["kept_bytes"]
-        drawn = saved.get("drawn")  # only of a run that ended in a step which did not fit
-        self.drawn = None if drawn is None else drawn.numpy()
-        rngs = saved["rng"] if isinstance(saved["rng"], list) else [saved["rng"]]  # of each process that saved it
-        if process.rank() < len(rngs):
-            set_rng_state(rngs[process.rank()])
+        self.rows.load_state_dict(rows)
+        self.step, self.num_tokens, self.kept_bytes = record["step"], record["num_tokens"], record["kept_bytes"]
+        self.drawn = tensors["drawn"].numpy() if "drawn" in tensors else None
+        if process.rank() < len(record["rng"]):
+            set_rng_state(record["rng"][process.rank()])
         else:
             torch.manual_seed(self.step * process.count() + process.rank())
 
 
-def check_counts(saved: dict[str, Any]) -> None:
-    """ValueError: a count of a training state is no whole number from 0 on."""
-    rows = saved.get("rows", {})
-    stream = rows.get("stream", {})
-    counts = {key: saved.get(key) for key in ("step", "num_tokens", "kept_bytes")}
-    counts |= {key: value for of in (rows, stream) for key, value in of.items() if key in ("epoch", "num_done")}
-    for key, value in counts.items():
-        if type(value) is not int or not 0 <= value <= LARGEST:
-            raise ValueError(f"{key} is {value!r:.40}, expected a whole number from 0 on")
+def named_tensors(model: Any) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, tied ones under their first name; of `PeftModel` the adapters alone."""
+    found, adapters_only = dict[int, tuple[str, Tensor]](), hasattr(model, "peft_config")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.requires_grad or not adapters_only:
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
-def _impossible(field: str, value: torch.Tensor, steps: int) -> str:
-    """Say what no step leaves in a state's tensor; "" if there is nothing."""
+def check_counts(record: dict[str, Any]) -> None:
+    """ValueError: a count of a record is no whole number from 0 on."""
+    rows = record["rows"]
+    counts = [(key, record[key]) for key in ("step", "num_tokens", "kept_bytes")]
+    counts += [item for of in (rows, rows.get("stream", {})) for item in of.items() if item[0] in ("epoch", "num_done")]
+    for key, value in counts:
+        is_count = type(value) is int and 0 <= value <= LARGEST
+        require(is_count, f"{key} is {value!r:.40}, expected a whole number from 0 on")
+
+
+def check_value(field: str, value: Tensor, steps: int) -> None:
+    """ValueError: a tensor of an optimizer's state holds what no step leaves."""
     if not value.is_floating_point():
-        return ""
-    value = value.float() if value.element_size() == 1 else value
+        return
+    value = local(value).float()
     if field == "step":
-        count = float(value)
-        return "" if 0 <= count <= steps and count == int(count) else f"is {count}, expected a count of up to {steps}"
-    if not bool(value.isfinite().all()):
-        return "is not finite"
-    return "is negative" if field in ("exp_avg_sq", "exp_avg_amax") and bool((value < 0).any()) else ""
+        require(float(value) in range(steps + 1), f"is {float(value)}, expected a count of up to {steps}")
+    require(bool(value.isfinite().all()), "is not finite")
+    require(field not in ("exp_avg_sq", "exp_avg_amax") or not bool((value < 0).any()), "is negative")
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators of Python, NumPy and PyTorch."""
+    """The global generators of Python, NumPy and PyTorch, in lists of numbers."""
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
     }
 
 
@@ -158,7 +165,7 @@ def set_rng_state(saved: dict[str, Any]) -> None:
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = saved["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(saved["torch"])
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
     for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, index)
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), index)

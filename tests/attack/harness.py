@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from overcoat import cli
 from overcoat.train import summary
@@ -185,21 +186,28 @@ class Ground:
         return [key for key in self.numbers if found[key] != self.numbers[key]]
 
 
+SHARD = "shard-00001-model-00001-of-00001.safetensors"  # all tensors of one process' checkpoint
+
+
 def start(arguments: list[str], folder: Path, before: Callable[[], None] = bool, wrong_stdout: str = "") -> Child:
     """`overcoat ARGUMENTS` from `folder`; `before` runs in the child first."""
     return Child(lambda: before() or cli.main(arguments), folder, wrong_stdout)
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {key: (str(tensor.dtype), tensor.flatten().view(torch.uint8).tolist()) for key, tensor in tensors.items()}
 
 
 def numbers(run_dir: Path) -> dict[str, Any]:
     """All that a run has computed: what it logged, its weights, its optimizer's state."""
     metrics = read_metrics(run_dir / "metrics.jsonl")
     newest = list_checkpoints(run_dir / "checkpoints")[-1]
-    saved = torch.load(newest / "training.pt", weights_only=True)
-    state = [tensor for of in saved["optimizer"]["state"].values() for tensor in of.values()]
+    saved = load_file(newest / SHARD)
+    state = {key: saved.pop(key) for key in sorted(saved) if key.startswith("optimizer/")}
     return {
         "losses": {step: (row["loss"], row["lr"], row["gradient_norm"]) for step, row in metrics["train"].items()},
         "evaluations": {step: row["loss"] for step, row in metrics["eval"].items()},
         "weights": (run_dir / "export/model.safetensors").read_bytes(),
-        "checkpoints": [newest.name, (newest / "model.safetensors").read_bytes()],
-        "optimizer state": [(str(tensor.dtype), tensor.flatten().view(torch.uint8).tolist()) for tensor in state],
+        "checkpoints": [newest.name, bits(saved)],
+        "optimizer state": bits(state),
     }  # fmt: skip

@@ -30,7 +30,7 @@ from overcoat.train import loop, process
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.metrics import read_metrics
 from tests.attack.events import Events, receive
-from tests.attack.harness import SECONDS, Child, Ended, Finding, Ground
+from tests.attack.harness import SECONDS, Child, Ended, Finding, Ground, bits
 
 # One row in a forward pass: FP8 scales are those of that row, in however many processes.
 SIZES = ["train.batch_size=1", "train.accumulation=6", "checkpoint.every=1", "eval.every=4", "data.document_mask=true"]
@@ -118,7 +118,8 @@ def differs(run_dir: Path, ground: Ground, is_exact: bool) -> str:
         own, other = load_file(run_dir / file), load_file(whole / file)
         wrong = [name for name in other if own[name].shape != other[name].shape or not own[name].isfinite().all()]
         if is_exact:
-            wrong = [name for name in other if own[name].view(torch.uint8).ne(other[name].view(torch.uint8)).any()]
+            mine, theirs = bits(own), bits(other)
+            wrong = [name for name in theirs if mine.get(name) != theirs[name]]
         if own.keys() != other.keys() or wrong:
             return f"{file} differs in {wrong or sorted(own.keys() ^ other.keys())}"
     return ""

@@ -28,7 +28,7 @@ import overcoat
 from overcoat.recipe import Recipe
 from overcoat.version import VERSION
 from tests.attack import reference
-from tests.attack.harness import BASE, Child, Finding, start, toml
+from tests.attack.harness import BASE, SHARD, Child, Finding, start, toml
 from tests.models import zoo
 
 FILE = Path(__file__).with_suffix(".json")
@@ -127,8 +127,8 @@ def numbers_of(folder: Path) -> dict[str, Any]:
     for path in folder.glob("cache/tokens/*/tokens.bin"):
         found["tokens"] = "tokens " + hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     newest = max((folder / "run/checkpoints").glob("step-*"))
-    saved = torch.load(newest / "training.pt", weights_only=True)["optimizer"]["state"]
-    states = {f"{n} {key}": of for n, each in saved.items() for key, of in each.items() if isinstance(of, torch.Tensor)}
+    saved = load_file(newest / SHARD)
+    states = {" ".join(key.split("/")[1:]): of for key, of in saved.items() if key.startswith("optimizer/")}
     weights = load_file(next((folder / "run/export").glob("*.safetensors")))
     for key, tensor in weights.items():
         found[f"norm of {key}"] = float(tensor.double().norm())

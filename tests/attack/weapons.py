@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import load_file, save_file
 
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.configfile import tomllib
+from overcoat.train.files import RECORD
 from tests.attack import reference
 from tests.attack.damage import stopped_run
 from tests.attack.events import Events, receive
-from tests.attack.harness import Ended, Finding, Ground, numbers, start, toml
+from tests.attack.harness import SHARD, Ended, Finding, Ground, numbers, start, toml
 from tests.attack.interruptions import events_of
 
 Weapon = Callable[[Ground, random.Random, Path], Finding]
@@ -258,32 +258,30 @@ def crafted(ground: Ground, random: random.Random, folder: Path) -> Finding:
     """A checkpoint whose manifest is right, and whose contents are not those of this run."""
     shutil.copytree(stopped_run(ground), folder, dirs_exist_ok=True)
     newest = list_checkpoints(folder / "run/checkpoints")[-1]
-    saved, weights = torch.load(newest / "training.pt", weights_only=True), load_file(newest / "model.safetensors")
-    states = saved["optimizer"]["state"]
-    own = random.choice(list(states))
-    part = random.choice([key for key, of in states[own].items() if isinstance(of, torch.Tensor)])
-    name = random.choice(list(weights))
+    saved, tensors = json.loads((newest / RECORD).read_text()), load_file(newest / SHARD)
+    own = random.choice([key for key in sorted(tensors) if key.startswith("optimizer/")])
+    name = random.choice([key for key in sorted(tensors) if key.startswith("model/")])
     statement = random.choice([
-        "del states[own]", "del states[own][part]", "states.clear()", "saved['step'] = -1", "saved['num_tokens'] = -5",
+        "del tensors[own]", "tensors = {name: tensors[name]}", "saved['step'] = -1", "saved['num_tokens'] = -5",
+        "saved['with_state'].pop()", "saved['with_state'][0] = 99", "saved['trained'].pop()",
         "saved['rows']['num_done'] = -3", "saved['rows']['epoch'] = -1", "saved['step'] = 2.5", "saved['step'] = '3'",
-        "states[own][part] = states[own][part].flatten()[:-1]", "states[own][part] = states[own][part].double() * 2",
-        "saved['optimizer']['param_groups'].pop()", "del saved['rng']", "del saved['rows']", "saved['rows'] = None",
-        "weights[name] = weights[name].to(torch.int8)", "weights[name] = weights[name][:-1].contiguous()",
-        "del weights[name]", "weights['other'] = weights[name].clone()", "weights[name].view(-1)[0] = float('nan')",
-        "[of['step'].fill_(-1) for of in states.values()]", "saved['num_tokens'] = True",
+        "tensors[own] = tensors[own].flatten()[:-1].clone()", "tensors[own] = tensors[own].double() * 2",
+        "saved['param_groups'].pop()", "del saved['rng']", "del saved['rows']", "saved['rows'] = None", "saved = []",
+        "tensors[name] = tensors[name].to(torch.int8)", "tensors[name] = tensors[name][:-1].contiguous()",
+        "del tensors[name]", "tensors['model/x'] = tensors[name].clone()", "tensors[name].view(-1)[0] = float('nan')",
+        "[of.fill_(-1) for key, of in tensors.items() if key.endswith('/step')]", "saved['num_tokens'] = True",
     ])  # fmt: skip
-    exec(
-        statement,
-        {**globals(), "saved": saved, "states": states, "own": own, "part": part, "weights": weights, "name": name},
-    )
-    torch.save(saved, newest / "training.pt")
-    save_file(weights, newest / "model.safetensors", {"format": "pt"})
+    spoilt = {**globals(), "saved": saved, "tensors": tensors, "own": own, "name": name}
+    exec(statement, spoilt)
+    (newest / SHARD).unlink()  # the tensors are mapped from it
+    save_file(spoilt["tensors"], newest / SHARD, {"format": "pt"})
+    (newest / RECORD).write_text(json.dumps(spoilt["saved"]))
     manifest = json.loads((newest / "manifest.json").read_text())
     for file in manifest["files"]:
         manifest["files"][file] = fingerprint(newest / file)
     (newest / "manifest.json").write_text(json.dumps(manifest))
     ended = start(ground.command(folder), folder).wait()
-    case = f"a checkpoint after {statement} ({own}, {part}, {name})"
+    case = f"a checkpoint after {statement} ({own}, {name})"
     if ended.status == 0 and not ended.fault():
         changed = ground.changed(folder / "run")
         return case, (changed and f"accepted in silence: other {', '.join(changed)} than the unbroken run") or ""

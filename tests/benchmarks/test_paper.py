@@ -15,6 +15,8 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.paper import TABLES, memory
 from benchmarks.paper.states import analyse, table1
+from overcoat.train.checkpoint import write_tensors
+from overcoat.train.files import RECORD
 
 
 def test_the_list_has_every_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +81,9 @@ def moments(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 def save(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     m, v = moments(16)
     state = {0: {"exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}, 1: {"exp_avg": m[0], "exp_avg_sq": v[0]}}
-    torch.save({"optimizer": {"state": state}}, folder / "training.pt")
+    tensors = {f"optimizer/{number}/{field}": value for number, of in state.items() for field, value in of.items()}
+    write_tensors(folder, tensors)
+    (folder / RECORD).touch()
     return folder
 
 

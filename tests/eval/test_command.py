@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaConfig, Llava
 
 import overcoat
 from overcoat import cli
+from overcoat.train.checkpoint import write_tensors
 from overcoat.train.evaluate import windows
-from overcoat.train.shards import tensors_of, write_shards
+from overcoat.train.files import RECORD
+from overcoat.train.state import named_tensors
 from tests.eval.conftest import sentences, write_task
 
 Capture = pytest.CaptureFixture[str]
@@ -42,6 +44,11 @@ def log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         scores = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def write_weights(checkpoint: Path, model: Any) -> None:
+    write_tensors(checkpoint, {f"model/{name}": tensor for name, tensor in named_tensors(model).items()})
+    (checkpoint / RECORD).touch()
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -97,13 +104,12 @@ def test_fp8_runs_in_fp8_and_says_so(text: Path, folder: Path, capsys: Capture) 
 def test_a_run_is_its_export_or_its_newest_checkpoint(
     text: Path, folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """One of several processes' too."""
     model, run = AutoModelForCausalLM.from_pretrained(folder), tmp_path / "run"
     older, newest = (run / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
     shutil.copytree(folder, older)
     shutil.copytree(folder, newest, ignore=shutil.ignore_patterns("*.safetensors"))
     (run / "config.toml").touch()
-    write_shards(newest, tensors_of(model, {}))
+    write_weights(newest, model)
     (result,) = evaluated(capsys, run, "--text", text)
     (expected,) = evaluated(capsys, folder, "--text", text)
     assert (result["folder"], result["text"]) == (str(newest), expected["text"])
@@ -157,7 +163,7 @@ def test_a_sharded_model_that_sees_takes_the_rows_of_its_text(tmp_path: Path, fo
     model = LlavaForConditionalGeneration(LlavaConfig(vision_config=pictures, text_config=words, image_token_index=299))
     model.config.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    write_shards(tmp_path, tensors_of(model, {}))
+    write_weights(tmp_path, model)
     assert cli.main(["eval", str(tmp_path), "--text", str(text), "--window", "2049", "--device", "cpu"]) == 0
 
 

@@ -6,9 +6,11 @@ Whole runs that are killed and continued are in `test_resume.py`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -16,30 +18,34 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
-from torch.utils._pytree import tree_leaves
+from safetensors.torch import save_file
 
-from overcoat.train import files, saving
+from overcoat.train import checkpoint, files
 from overcoat.train.build import build_model
 from overcoat.train.checkpoint import (
+    CheckpointSnapshot,
+    Saver,
     checkpoint_dir,
     choose_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    read_model,
+    read_record,
     set_aside_attempt,
     set_aside_newer,
+    write_checkpoint,
+    write_tensors,
 )
 from overcoat.train.config import CheckpointConfig, Config
 from overcoat.train.configfile import dump_toml
 from overcoat.train.corpus import STREAMED
-from overcoat.train.files import DamagedError, verify_directory, write_directory
+from overcoat.train.export import write_model
+from overcoat.train.files import RECORD, DamagedError, verify_directory, write_directory
 from overcoat.train.loop import train_step
 from overcoat.train.run import run_once
-from overcoat.train.saving import CheckpointSnapshot, write_checkpoint, write_model
-from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
 from tests.train import runs
-from tests.train.runs import EXACT, MakeConfig, make_state, names
+from tests.train.runs import EXACT, MakeConfig, assert_same_tensors, make_state, names, tensors_in
 
 
 @pytest.fixture
@@ -62,7 +68,7 @@ def fake_run(config: Config, *steps: int) -> Path:
     """The run directory of `config` with checkpoints that are valid and hold next to nothing."""
     for step in steps:
         target = checkpoint_dir(config) / f"step-{step:08d}"
-        write_directory(target, lambda folder: (folder / "training.pt").write_text("state") and None, {"step": step})
+        write_directory(target, lambda folder: (folder / RECORD).write_text("state") and None, {"step": step})
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.toml").write_text(dump_toml(config))
@@ -70,7 +76,7 @@ def fake_run(config: Config, *steps: int) -> Path:
 
 
 def damage(path: Path) -> None:
-    (path / "training.pt").write_text("stat")
+    (path / RECORD).write_text("stat")
 
 
 def full(*_: object) -> None:
@@ -85,7 +91,8 @@ def test_a_checkpoint_is_complete_and_the_oldest_go(config: Config, state: Train
     assert names(newest.parent) == ["step-00000020", "step-00000100"]  # the order is that of steps
     manifest = verify_directory(newest)
     assert manifest["step"] == 100
-    assert {"model.safetensors", "config.json", "training.pt"} <= set(manifest["files"])
+    shard = "shard-00001-model-00001-of-00001.safetensors"
+    assert set(manifest["files"]) == {shard, "config.json", "generation_config.json", RECORD}
 
 
 def test_training_goes_on_while_a_copy_is_written(
@@ -93,16 +100,16 @@ def test_training_goes_on_while_a_copy_is_written(
 ) -> None:
     train_step(state, config)
     waiting = dataclasses.replace(config, checkpoint=CheckpointConfig(asynchronous=False))
-    with saving.Saver(state, waiting, None) as saver:
+    with Saver(state, waiting, None) as saver:
         expected = saver.save()
-        wait, gate, real = threading.Event(), threading.Event(), saving.write_model
+        wait, gate, real = threading.Event(), threading.Event(), checkpoint.write_tensors
 
-        def write_model(*arguments: Any) -> None:
+        def write_tensors(*arguments: Any) -> None:
             wait.set()
             gate.wait(60)
             real(*arguments)
 
-        monkeypatch.setattr(saving, "write_model", write_model)
+        monkeypatch.setattr(checkpoint, "write_tensors", write_tensors)
         saver.config = config
         state.step += 1  # another name
         path = saver.save()
@@ -112,29 +119,21 @@ def test_training_goes_on_while_a_copy_is_written(
             train_step(state, config)
         assert list_checkpoints(path.parent) == [expected]
         gate.set()
-    written, same = (torch.load(folder / "training.pt", weights_only=True) for folder in (path, expected))
+    written, same = (read_record(folder) for folder in (path, expected))
     assert written.pop("step") == same.pop("step") + 1
-    assert_same(written, same)
-    assert_same(load_file(path / "model.safetensors"), load_file(expected / "model.safetensors"))
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """Bit for bit."""
-    mine, theirs = tree_leaves(one), tree_leaves(other)
-    assert len(mine) == len(theirs) > 1
-    for left, right in zip(mine, theirs, strict=True):
-        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+    assert written == same
+    assert_same_tensors(tensors_in(path), tensors_in(expected))
 
 
 def test_what_a_thread_could_not_write_is_raised(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next check or checkpoint, or at the end; the one before is there."""
-    saver = saving.Saver(state, config, None)
+    saver = Saver(state, config, None)
     first = saver.save()
     saver.wait()
     state.step = 1
-    monkeypatch.setattr(saving, "write_model", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     saver.check()
     saver.save()
     with pytest.raises(OSError, match="no space left"):
@@ -149,7 +148,7 @@ def test_what_a_thread_could_not_write_is_raised(
         saver.__exit__(None)
 
     def lose() -> None:
-        with saving.Saver(state, config, None) as saver:
+        with Saver(state, config, None) as saver:
             saver.save()
             raise FloatingPointError
 
@@ -159,7 +158,7 @@ def test_what_a_thread_could_not_write_is_raised(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(saving, "write_model"), (torch, "save"), (files, "sync"), (Path, "rename")]
+    ("owner", "name"), [(checkpoint, "write_tensors"), (json, "dumps"), (files, "sync"), (Path, "rename")]
 )
 def test_a_failed_write_leaves_the_checkpoints_there_were(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -174,18 +173,17 @@ def test_a_failed_write_leaves_the_checkpoints_there_were(
     assert names(folder) == ["step-00000003", "step-00000006"]
 
 
-@pytest.mark.parametrize(("name", "limit"), [("model.safetensors", 100_000), ("training.pt", 2_000)])
+@pytest.mark.parametrize(("tensors", "limit"), [(True, 100_000), (False, 2_000)])
 def test_a_full_disk_is_an_error_of_the_system(
-    config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+    config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch, tensors: bool, limit: int
 ) -> None:
-    """The libraries raise errors of their own; PyTorch's does not even say why."""
-    if name == "training.pt":
-        monkeypatch.setattr(state.model, "save_pretrained", lambda *_, **__: None)
+    if not tensors:
+        monkeypatch.setattr(checkpoint, "write_tensors", lambda *_: None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"with \d+ bytes free on that disk"):
+        with pytest.raises(OSError, match="File too large"):
             save_at(state, config, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -261,7 +259,7 @@ def test_weights_of_another_model_are_refused_and_none_copied(
     model = torch.nn.Linear(2, 3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, shape in stored.items():  # in as many files: all are read
-        save_file({name: torch.full(shape, 9.0)}, tmp_path / f"{name}.safetensors")
+        save_file({f"model/{name}": torch.full(shape, 9.0)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match=rf"another model: {count} parameters differ, the first is {first}"):
         read_model(tmp_path, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -287,64 +285,71 @@ def test_states_of_other_parameters_of_the_same_shapes_are_refused(config: Confi
         load_checkpoint(path, frozen(1))
 
 
-@pytest.mark.parametrize("content", [b"no pickle", b"\x80\x02}q\x00.", None])
-@pytest.mark.parametrize("name", ["training.pt", "model.safetensors"])
+@pytest.mark.parametrize("content", [b"no JSON", b"[]", b"{}", None])
+@pytest.mark.parametrize("name", [RECORD, "shard-00001-model-00001-of-00001.safetensors"])
 def test_files_that_are_whole_and_of_no_use_are_one_line(
     config: Config, state: TrainState, name: str, content: bytes | None
 ) -> None:
-    """Their manifest agrees with them. None: a training state without a key."""
+    """Their manifest agrees with them. None: a record without a key."""
     path = save_at(state, config, 4)
     if content is None:
-        name, saved = "training.pt", torch.load(path / "training.pt")
-        del saved["optimizer"]
-        torch.save(saved, path / name)
-    else:
-        (path / name).write_bytes(content)
-    named = {"model.safetensors": path.name}.get(name, name)
-    with pytest.raises(ValueError, match=rf"{named} cannot be loaded \(\w+: .*\): choose another") as raised:
+        name, record = RECORD, read_record(path)
+        del record["param_groups"]
+        content = json.dumps(record).encode()
+    (path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path}\S* cannot be loaded \(\w+: .*\): choose another"):
         load_checkpoint(path, state)
-    assert "weights_only" not in str(raised.value)  # PyTorch's advice to run what is in the file
 
 
-def _states(saved: dict[str, Any]) -> dict[int, Any]:
-    return saved["optimizer"]["state"]
+def test_no_pickle_is_read(config: Config, state: TrainState) -> None:
+    """A stranger's checkpoint runs no code: of pickles as PyTorch writes them, in whichever file."""
+    path = save_at(state, config, 4)
+    for file in path.iterdir():
+        assert not file.read_bytes().startswith((b"PK", b"\x80")), file.name
+
+
+def saved_and_harmed(state: TrainState, config: Config, harm: Callable[[dict[str, Any], Any], object]) -> Path:
+    """A checkpoint of a step, after `harm(record, tensors)`."""
+    train_step(state, config)
+    path = save_at(state, config, 1)
+    record, tensors = read_record(path), {key: of.clone() for key, of in tensors_in(path).items()}  # not mapped
+    harm(record, tensors)
+    write_tensors(path, tensors)
+    (path / RECORD).write_text(json.dumps(record))
+    return path
 
 
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (
-            lambda saved: _states(saved).pop(1),
-            r"1 states of the optimizer are missing or too many, .*",
-        ),
-        (lambda saved: _states(saved)[0].pop("exp_avg"), r"optimizer state of parameter \S+\.weight has"),
-        (lambda saved: _states(saved)[0]["step"].neg_(), r"'step' of \S+\.weight is -1\.0"),
-        (lambda saved: _states(saved)[0]["exp_avg_sq"].sub_(1), r"'exp_avg_sq' of \S+\.weight is negative"),
-        (lambda saved: _states(saved)[0]["exp_avg"].fill_(torch.nan), r"'exp_avg' of \S+\.weight is not finite"),
-        (lambda saved: saved.update(step=-1), "step is -1, expected a whole number"),
-        (lambda saved: saved.update(num_tokens=1.5), r"num_tokens is 1\.5, expected"),
-        (lambda saved: saved.pop("kept_bytes"), "kept_bytes is None, expected"),
-        (lambda saved: saved["rows"].update(num_done=-7), "num_done is -7, expected"),
+        (lambda record, _: record["with_state"].remove(1), r"holds other states .*: 3 differ, .* optimizer/1/exp_avg"),
+        (lambda record, _: record["with_state"].append(99), r"cannot be loaded \(IndexError"),
+        (lambda _, tensors: tensors.pop("optimizer/0/exp_avg"), "1 differ, the first is optimizer/0/exp_avg"),
+        (lambda _, tensors: tensors.update({"optimizer/0/more": torch.ones(1)}), "1 differ, .*optimizer/0/more"),
+        (lambda _, tensors: tensors.update({"optimizer/0/exp_avg": torch.ones(3)}), "1 differ, .*optimizer/0/exp_avg"),
+        (lambda _, tensors: tensors["optimizer/0/step"].neg_(), r"'step' of \S+\.weight is -1\.0"),
+        (lambda _, tensors: tensors["optimizer/0/exp_avg_sq"].sub_(1), r"'exp_avg_sq' of \S+\.weight is negative"),
+        (lambda _, tensors: tensors["optimizer/0/exp_avg"].fill_(torch.nan), r"'exp_avg' of \S+\.weight is not finite"),
+        (lambda record, _: record.update(step=-1), "step is -1, expected a whole number"),
+        (lambda record, _: record.update(num_tokens=1.5), r"num_tokens is 1\.5, expected"),
+        (lambda record, _: record.pop("kept_bytes"), "KeyError: 'kept_bytes'"),
+        (lambda record, _: record["rows"].update(num_done=-7), "num_done is -7, expected"),
     ],
 )
 def test_a_training_state_that_no_run_leaves_is_refused(
     config: Config, state: TrainState, harm: Any, said: str
 ) -> None:
-    train_step(state, config)
-    path = save_at(state, config, 1)
-    saved = torch.load(path / "training.pt")
-    harm(saved)
-    torch.save(saved, path / "training.pt")
-    with pytest.raises(ValueError, match=rf"training\.pt: {said}.*: choose another"):
+    path = saved_and_harmed(state, config, harm)
+    with pytest.raises(ValueError, match=rf"{path}.*{said}.*: choose another"):
         load_checkpoint(path, make_state(config))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_weights_of_a_type_that_is_none_are_refused(config: Config, state: TrainState, dtype: torch.dtype) -> None:
-    path = save_at(state, config, 1)
-    weights = load_file(path / "model.safetensors")
-    name = next(name for name in weights if name.endswith("q_proj.weight"))
-    save_file({**weights, name: weights[name].to(dtype)}, path / "model.safetensors", {"format": "pt"})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    path = saved_and_harmed(
+        state, config, lambda _, tensors: tensors.update({f"model/{name}": tensors[f"model/{name}"].to(dtype)})
+    )
     with pytest.raises(ValueError, match=rf"{path.name}: {name} is {dtype}, expected torch\.float32"):
         load_checkpoint(path, state)
 
@@ -423,9 +428,11 @@ def test_an_explicit_checkpoint_that_is_none_is_refused(make_config: MakeConfig,
         tmp_path / "gone", r"no such checkpoint \(in .*new/checkpoints: none\)", f"train.run_dir={tmp_path / 'new'}"
     )
     write_directory(tmp_path / "export", lambda folder: (folder / "config.json").write_text("{}") and None, {})
-    refused(tmp_path / "export", r".*export is damaged: its manifest.json does not list training\.pt")
+    refused(
+        tmp_path / "export", r".*export is no checkpoint of this version: its manifest does not list training\.json"
+    )
     damage(older)
-    refused(older, r".*training\.pt has 4 bytes instead of 5")
+    refused(older, r".*training\.json has 4 bytes instead of 5")
 
 
 def test_a_damaged_newest_names_the_way_on_and_is_never_skipped(make_config: MakeConfig) -> None:

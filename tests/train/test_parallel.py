@@ -31,9 +31,9 @@ from overcoat.estimate.dry_run import meta_model
 from overcoat.models.family import decoder_layers
 from overcoat.optim.sharding import gather, local
 from overcoat.report.runs import read_runs
-from overcoat.train import loop, process, saving, state
-from overcoat.train.build import build_model, trained_state
-from overcoat.train.checkpoint import list_checkpoints
+from overcoat.train import checkpoint, export, loop, process, state
+from overcoat.train.build import build_model
+from overcoat.train.checkpoint import list_checkpoints, read_model
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
 from overcoat.train.corpus import open_corpus
@@ -42,14 +42,13 @@ from overcoat.train.metrics import read_metrics
 from overcoat.train.out_of_memory import RestartError
 from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.run import RunResult, run_once
-from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
 from overcoat.train.summary import LINES
 from tests.distributed.test_fp8_all_gather import counted
 from tests.emulation import sqnr
 from tests.processes import on_many, on_two
 from tests.train.conftest import TINY
-from tests.train.runs import CPU, fits_of, losses, run_out_of_memory
+from tests.train.runs import CPU, assert_same_tensors, fits_of, losses, newest, run_out_of_memory, tensors_in
 
 QUIET = Console(quiet=True)
 
@@ -130,7 +129,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: gather(tensor.detach()).cpu() for name, tensor in trained_state(model).items()}
+    return {name: gather(tensor.detach()).cpu() for name, tensor in model.state_dict().items()}
 
 
 def _same_weights(rank: int, configs: list[Config]) -> None:
@@ -322,11 +321,7 @@ def test_eight_resume_what_two_have_saved(config: Config, tmp_path: Path) -> Non
 
 
 def assert_same_shards(run_dir: Path, other: Path) -> None:
-    for rank in (1, 2):
-        name = f"shard-0000{rank}-model-00001-of-00001.safetensors"
-        mine, theirs = (load_file(list_checkpoints(folder / "checkpoints")[-1] / name) for folder in (run_dir, other))
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(t.view(torch.uint8), theirs[key].view(torch.uint8)) for key, t in mine.items())
+    assert_same_tensors(*(tensors_in(newest(folder)) for folder in (run_dir, other)))
 
 
 def _run_each(_rank: int, configs: list[Config]) -> None:
@@ -349,7 +344,7 @@ def test_four_resume_what_one_has_saved(config: Config, one: Path, tmp_path: Pat
 
 
 def _export_parts(rank: int, config: Config, folder: Path) -> None:
-    saving.SMALLEST = 10_000
+    export.SMALLEST = 10_000
     model, _ = build_sharded(config, None, CPU, overcoat.Recipe())
     whole = whole_weights(model)
     gathered: list[int] = []
@@ -360,7 +355,7 @@ def _export_parts(rank: int, config: Config, folder: Path) -> None:
         write(tensors, *rest)
 
     safetensors.torch.save_file = save_file
-    saving.export(SimpleNamespace(model=model, step=3), None, folder)  # type: ignore[arg-type]
+    export.export(SimpleNamespace(model=model, step=3), None, folder)  # type: ignore[arg-type]
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert gathered
     assert max(gathered) < 0.7 * total, (gathered, total)  # a half, and the layer that is cut
@@ -398,7 +393,7 @@ def test_no_file_of_an_export_is_larger_than_promised(name: str) -> None:
     model = meta_model(config, torch.bfloat16)
     sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
     for many in range(2, 9):
-        found = saving.cut_into_files(sizes, decoder_layers(model), many)
+        found = export.cut_into_files(sizes, decoder_layers(model), many)
         assert sorted(itertools.chain(*found)) == sorted(sizes)
         held = [sum(sizes[name] for name in names) for names in found]
         assert max(held) <= 5e9
@@ -458,14 +453,14 @@ def test_out_of_memory_in_one_process_all_begin_again_leaner(config: Config, tmp
 
 
 def _die_while_writing(rank: int, config: Config) -> None:
-    real = saving.write_shards
+    real = checkpoint.write_tensors
 
-    def write_shards(folder: Path, *rest: Any) -> None:
+    def write_tensors(folder: Path, *rest: Any) -> None:
         if folder.name.endswith("step-00000004") and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         real(folder, *rest)
 
-    saving.write_shards = write_shards
+    checkpoint.write_tensors = write_tensors
     with contextlib.suppress(RuntimeError):
         run_once(config, QUIET, "killed")
     os._exit(0)
@@ -491,7 +486,7 @@ def _fill_the_disk(rank: int, config: Config) -> None:
         return real(*arguments, **options)
 
     safetensors.torch.save = save
-    with pytest.raises(OSError, match=r"rank 1 cannot write its part of .*step-00000004: No space left on device"):
+    with pytest.raises(OSError, match=r"rank 1: .*step-00000004 cannot be written: No space left on device"):
         run_once(config, QUIET, "full")
     os._exit(0)
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import overcoat
 from overcoat.train import loop
 from overcoat.train.build import build_model, make_recipe, summed_loss
+from overcoat.train.checkpoint import load_model, read_model
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, differences, dump_toml, load_config
 from overcoat.train.corpus import open_corpus
@@ -67,11 +67,11 @@ def test_export_loads_in_plain_transformers_with_equal_logits(finished: tuple) -
     assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
     tokenizer = AutoTokenizer.from_pretrained(result.export)
     assert tokenizer.decode(tokenizer("file 3\nalpha").input_ids) == "file 3\nalpha"
-    # The very weights of the last checkpoint, a Hugging Face folder too, under the names of a model never converted.
+    assert load_model(result.checkpoint).generation_config.eos_token_id == model.generation_config.eos_token_id
+    # The very weights of the last checkpoint, under the names of a model never converted.
     plain = build_model(config, tokenizer)
-    plain.load_state_dict(load_file(Path(result.checkpoint) / "model.safetensors"))
-    loaded = AutoModelForCausalLM.from_pretrained(result.checkpoint, dtype=torch.bfloat16).state_dict()
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+    read_model(Path(result.checkpoint), plain)
+    assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in model.state_dict().items())
     inputs = torch.arange(5, 25)[None]
     with torch.no_grad():
         assert torch.equal(model(inputs).logits, plain.eval()(inputs).logits)
