@@ -43,6 +43,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from overcoat.extras import load_extra, load_pretrained, reason
 from overcoat.optim.sharding import local, rewrap, shard_bytes, state_shape, wrap_state
@@ -61,7 +63,7 @@ ANOTHER = ": choose another checkpoint with train.resume=PATH"
 WRITTEN_LAST = ("loss.png", "kept.txt", "results.json")  # files of a finished run
 NAME = re.compile(r"step-(\d{8,})")
 WEIGHT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # converted into each other
-FILE_BYTES = 2 << 30  # of a file at most, but for larger tensors: DCP makes a file in memory before it writes it
+FILE_BYTES = 2 << 30  # of a file, about: tensors of a GPU that are not copied pass through host memory by file
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of one process; in a thread no filter is safe
 
 
@@ -69,10 +71,10 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of one pro
 
 
 class Saver:
-    """Writes checkpoints of a run, each beside the training that follows it.
+    """Writes a run's checkpoints while training goes on.
 
-    To be used in `with`: at its end the last one is complete. What goes wrong in a thread is raised by the next
-    `check`, `save` or `wait`, or there; said, where another error is on its way.
+    Use it in `with`: at the end the last checkpoint is complete. An error of the thread is raised by the next `check`,
+    `save` or `wait`, or at the end; it is a warning if another error is being raised.
     """
 
     def __init__(self, state: TrainState, config: Config, tokenizer: Any | None) -> None:
@@ -94,18 +96,18 @@ class Saver:
             self._thread.shutdown()
 
     def wait(self) -> None:
-        """Until what was saved is complete."""
+        """Return when the pending checkpoint is complete."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def check(self) -> None:
-        """Raise what went wrong so far: a full disk is not to cost the steps until the next checkpoint."""
+        """Raise an error of the thread now: a full disk must not cost the steps until the next checkpoint."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def save(self) -> Path:
-        """The checkpoint of the state as it is, once it is complete; copied, if the host has memory for that."""
+        """Write the state, in a thread from a copy if the host has memory for one; return the checkpoint's path."""
         self.wait()
         held = CheckpointSnapshot(self.state)
         if self.config.checkpoint.asynchronous and not process.largest(held.bytes > process.host_bytes_free())[0]:
@@ -117,7 +119,7 @@ class Saver:
 
 
 class CheckpointSnapshot:
-    """What this process writes of a checkpoint."""
+    """This process' part of a checkpoint: the record and the tensors."""
 
     def __init__(self, state: TrainState) -> None:
         self.model, self.step, self.name = state.model, state.step, f"step-{state.step:08d}"
@@ -136,8 +138,8 @@ class CheckpointSnapshot:
 
 
 def write_checkpoint(held: CheckpointSnapshot, config: Config, tokenizer: Any | None) -> Path:
-    """The complete checkpoint; the oldest beyond `checkpoint.keep` are removed. Of several processes each writes its
-    files into the first one's unfinished directory, which takes its name once all have."""
+    """Write a checkpoint, remove the oldest beyond `checkpoint.keep`, and return its path. All processes write into a
+    directory that the first one makes, and renames when all are done."""
     folder = checkpoint_dir(config)
     target = folder / held.name
 
@@ -166,13 +168,36 @@ def write_checkpoint(held: CheckpointSnapshot, config: Config, tokenizer: Any | 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write the tensors of all processes, to be called in each of them; returns when all have written."""
     load_extra("safetensors", "hf", "writing a checkpoint")
-    ends = itertools.accumulate(map(shard_bytes, tensors.values()))
-    file_of = {name: 1 + end // FILE_BYTES for name, end in zip(tensors, ends, strict=True)}
-    number = {file: place for place, file in enumerate(dict.fromkeys(file_of.values()), 1)}  # without gaps
-    files_of = {name: number[file] for name, file in file_of.items()}
-    writer = dcp.HuggingFaceStorageWriter(str(folder), files_of, save_distributed=True)
+    writer = _Writer(str(folder), save_distributed=True)
     with _together(OSError, f"{folder} cannot be written"):
         dcp.save(tensors, storage_writer=writer, process_group=process.writing_group(), no_dist=process.count() == 1)
+
+
+class _Writer(dcp.HuggingFaceStorageWriter):
+    """Writes files as DCP's own writer does, without its two copies in memory that make other threads wait."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this process' pieces to files of about FILE_BYTES."""
+        from safetensors.torch import save_file
+
+        tensors, begins, size, parts = dict[str, Tensor](), dict[str, Any](), 0, itertools.count()
+        for item in plan.items:
+            data, key, place = planner.resolve_data(item), item.index.fqn, item.tensor_data
+            assert isinstance(data, Tensor)
+            assert place is not None
+            tensor = data.detach().cpu().contiguous()
+            is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+            tensors[key] = tensor.clone() if is_view else tensor
+            begins[key] = {"saved_offsets": [*place.chunk.offsets]}
+            size += tensor.nbytes
+            if item is plan.items[-1] or size >= FILE_BYTES:
+                path = Path(self.path) / f"shard-{process.rank():05d}-{next(parts):05d}.safetensors"
+                save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(begins), "format": "pt"})
+                files.sync(path)
+                tensors, begins, size = {}, {}, 0
+        done = torch.futures.Future[list[WriteResult]]()
+        done.set_result([])
+        return done
 
 
 @contextlib.contextmanager
@@ -197,11 +222,9 @@ def load_checkpoint(path: Path, state: TrainState) -> int:
     run held out."""
     record = read_record(path)
     if record["data_identity"] != state.data_identity:
-        remedy = "set data.cache_dir to the data/ folder of its run"
-        if state.data_identity.startswith(STREAMED):
-            remedy = (
-                "stream the same files (names and sizes) with the same data.held_out, sequence_length and eval.rows"
-            )
+        same = "stream the same files (names and sizes) with the same data.held_out, sequence_length and eval.rows"
+        cached = "set data.cache_dir to the data/ folder of its run"
+        remedy = same if state.data_identity.startswith(STREAMED) else cached
         raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
     stored = _stored(path)
     weights = _weights(path, stored, state.model)
@@ -228,13 +251,13 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     with loading(checkpoint / RECORD):
         record: dict[str, Any] = json.loads((checkpoint / RECORD).read_text())
         check_counts(record)
-        sorted(record["trained"]), record["data_identity"], record["held_out"], record["with_state"]
+        if missing := {"data_identity", "held_out", "trained", "with_state"} - record.keys():
+            raise KeyError(*missing)
     return record
 
 
 def read_model(checkpoint: Path, model: Any) -> None:
-    """Copy a checkpoint's weights into a model, each process its own rows. ValueError: they are those of another
-    model."""
+    """Copy a checkpoint's weights into a model, each process its own rows. ValueError: it is another model."""
     _read(checkpoint, _weights(checkpoint, _stored(checkpoint), model))
 
 
@@ -260,7 +283,7 @@ def read_states(checkpoint: Path) -> Iterator[dict[str, Tensor]]:
 
 def num_processes(folder: Path) -> int:
     """Return how many processes wrote a checkpoint; 0 of another folder."""
-    return len({file.name.split("-model-")[0] for file in folder.glob("shard-*.safetensors")})
+    return len({file.name.split("-")[1] for file in folder.glob("shard-*.safetensors")})
 
 
 Stored = dict[str, TensorStorageMetadata]
@@ -280,40 +303,37 @@ def _stored(folder: Path) -> Stored:
 def _weights(folder: Path, stored: Stored, model: Any) -> dict[str, Tensor]:
     """Return a model's tensors by their names in a checkpoint. ValueError: that holds another model."""
     own = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
-    wrong = sorted(own.keys() ^ {key for key in stored if key.startswith("model/")})
-    wrong += [key for key, tensor in own.items() if key in stored and stored[key].size != tensor.shape]
-    if wrong:
-        name = wrong[0].removeprefix("model/")
-        raise ValueError(f"{folder} holds another model: {len(wrong)} parameters differ, the first is {name}")
-    for key, tensor in own.items():
-        dtype = stored[key].properties.dtype
-        fits = dtype == tensor.dtype or {dtype, tensor.dtype} <= WEIGHT_DTYPES
-        require(fits, f"{folder}: {key.removeprefix('model/')} is {dtype}, expected {tensor.dtype}{ANOTHER}")
-    return own
+    return _match(folder, stored, own, "model/", "another model")
 
 
 def _states(folder: Path, stored: Stored, state: TrainState, numbers: list[int]) -> dict[str, Tensor]:
     """Return memory for the optimizer's states of these parameters, laid out for this process. ValueError: a checkpoint
     holds others."""
-    params = state.params()
-    found, wrong = dict[str, Tensor](), {key for key in stored if key.startswith("optimizer/")}
+    params, found = state.params(), dict[str, Tensor]()
     for number in numbers:
         with loading(folder / RECORD):
             _, param, group = params[number]
         for field, (shape, dtype, _) in state_fields(param, group).items():
-            key, part = f"optimizer/{number}/{field}", torch.empty(state_shape(param, shape), dtype=dtype)
-            found[key] = wrap_state(param, part, shape)
-            if key in stored and (stored[key].size, stored[key].properties.dtype) == (shape, dtype):
-                wrong.remove(key)
-            else:
-                wrong.add(key)
-    if wrong:
-        options = ", ".join(f"{option}={params[0][2][option]!r}" for option in ("moments", "master", "group_size"))
-        raise ValueError(
-            f"{folder} holds other states than an optimizer of {options} has: {len(wrong)} differ, the first is "
-            f"{min(wrong)}{ANOTHER}"
-        )
-    return found
+            part = torch.empty(state_shape(param, shape), dtype=dtype)
+            found[f"optimizer/{number}/{field}"] = wrap_state(param, part, shape)
+    moments, master = (params[0][2][option] for option in ("moments", "master"))
+    what = f"other states than an optimizer with moments={moments} and master={master}"
+    return _match(folder, stored, found, "optimizer/", what)
+
+
+def _match(folder: Path, stored: Stored, own: dict[str, Tensor], prefix: str, what: str) -> dict[str, Tensor]:
+    """Return `own`. ValueError: in a checkpoint the tensors whose names begin with `prefix` are others."""
+    found = {key: _layout(of.properties.dtype, of.size) for key, of in stored.items() if key.startswith(prefix)}
+    wanted = {key: _layout(tensor.dtype, tensor.shape) for key, tensor in own.items()}
+    if wrong := sorted(key for key in found | wanted if found.get(key) != wanted.get(key)):
+        first = f"{wrong[0].removeprefix('model/')} ({found.get(wrong[0])} instead of {wanted.get(wrong[0])})"
+        raise ValueError(f"{folder} holds {what}: {len(wrong)} tensors differ, the first is {first}{ANOTHER}")
+    return own
+
+
+def _layout(dtype: torch.dtype, shape: torch.Size) -> str:
+    """Equal for tensors of which one can be copied into the other."""
+    return f"{'16- or 32-bit float' if dtype in WEIGHT_DTYPES else dtype} {list(shape)}"
 
 
 def _empty(stored: Stored, prefix: str) -> dict[str, Tensor]:
@@ -337,7 +357,7 @@ def checkpoint_dir(config: Config) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete or damaged, oldest first; unfinished ones carry another name, and so does what is not ours."""
+    """Return the checkpoints in a folder, complete or damaged, oldest first. Unfinished ones have other names."""
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.exists() else []
     for path in found:
         # A write of the same step would fail on it, hours from now.
@@ -391,12 +411,10 @@ def set_aside_attempt(config: Config) -> None:
 
 
 def choose_checkpoint(config: Config) -> Path | None:
-    """The checkpoint to start from, verified, or None; see the module docstring. Writes nothing."""
+    """Return the verified checkpoint to start from, or None (see the module docstring). Writes nothing."""
     run_dir, folder = Path(config.train.run_dir), checkpoint_dir(config)
-    try:
+    with error_context(f"train.run_dir = {str(run_dir)[:80]!r} ...: ", OSError, ": choose another"):
         nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    except OSError as error:
-        raise ValueError(f"train.run_dir = {str(run_dir)[:80]!r} ...: {error.strerror}: choose another") from error
     require(nearest.is_dir(), f"train.run_dir = '{run_dir}': '{nearest}' is a file: choose another")
     for name in WRITTEN_LAST:  # found at the end, it would cost the run
         require(not (run_dir / name).is_dir(), f"{run_dir / name} is a folder: move it away, the run writes that file")
@@ -441,13 +459,13 @@ def _recorded(config: Config) -> Path:
 
 
 def _changes(config: Config) -> list[str]:
-    """In what the configuration differs from the one that its run directory has recorded."""
+    """Return the differences between the configuration and the one that the run directory has recorded."""
     with error_context("", after="; train.resume=CHECKPOINT continues, and records it anew"):
         return differences(load_config(_recorded(config), is_recorded=True), config)
 
 
 def _verify(path: Path, before: str, after: str) -> Path:
-    """`path`, or DamagedError unless it holds what its manifest says, and no tensors beside."""
+    """Return `path`. DamagedError: files differ from its manifest, or hold tensors that are not in it."""
     try:
         named = files.verify_directory(path)["files"]
         strays = sorted({file.name for file in path.glob("*.safetensors")} - set(named))
@@ -455,7 +473,6 @@ def _verify(path: Path, before: str, after: str) -> Path:
             raise DamagedError(f"{path} holds {strays[0]}, which is not in its manifest: move that file away")
     except DamagedError as error:
         raise DamagedError(f"{before}{error}{after}") from error
-    require(
-        RECORD in named, f"{before}{path} is no checkpoint of this version: its manifest does not list {RECORD}{after}"
-    )
+    what = f"{before}{path} is no checkpoint of this version: its manifest does not list {RECORD}{after}"
+    require(RECORD in named, what)
     return path

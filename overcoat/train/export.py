@@ -21,7 +21,7 @@ FILE_BYTES, SMALLEST = 5 * 10**9, 10**8
 
 
 def write_model(model: Any, tokenizer: Any | None, folder: Path, weights: dict[str, Any] | None = None) -> None:
-    """The Hugging Face files of a model. weights: of a model that is cut over several processes, gathered."""
+    """Write the Hugging Face files of a model. weights: gathered, if the model is sharded over several processes."""
     options: dict[str, Any] = {"max_shard_size": FILE_BYTES}
     if hasattr(model, "peft_config"):
         options = {"save_embedding_layers": False}  # else peft asks the hub for the base model's vocabulary
@@ -31,7 +31,7 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, weights: dict[s
 
 
 def write_settings(model: Any, tokenizer: Any | None, folder: Path) -> None:
-    """Where generation stops, which adapters and pieces of a model are saved without; and the tokenizer."""
+    """Write the tokenizer, and generation_config.json (stop tokens), which peft does not write."""
     found = base_model(model).generation_config
     if found is not None and not (folder / "generation_config.json").exists():
         found.to_json_file(folder / "generation_config.json")
@@ -40,9 +40,11 @@ def write_settings(model: Any, tokenizer: Any | None, folder: Path) -> None:
 
 
 def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool = False) -> None:
-    """The trained model as a Hugging Face folder; merge: with its adapters in its weights, from now on. Of several
-    processes each writes files of its own, so that none holds more than one file's weights; adapters are written by the
-    first."""
+    """Write the trained model as a Hugging Face folder. merge: merge its adapters into its weights first.
+
+    Each of several processes writes files of its own, so that none holds more than the weights of one file. Adapters
+    are written by the first process.
+    """
     if merge:
         state.model = state.model.merge_and_unload()
     model, alone = state.model, process.count() == 1 or hasattr(state.model, "peft_config")
@@ -65,8 +67,8 @@ def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool =
 
 
 def cut_into_files(sizes: dict[str, int], layers: Iterable[str], many: int) -> list[list[str]]:
-    """The names in each file, of tensors of `sizes` bytes that `many` processes write. A layer stays whole: one larger
-    than a file may be is a file of its own."""
+    """Return the names of each file's tensors, which have `sizes` bytes and are written by `many` processes. A layer
+    stays in one file; one larger than FILE_BYTES has a file of its own."""
     groups, found, held = defaultdict[str, list[str]](list), list[list[str]](), 0
     prefixes = tuple(f"{layer}." for layer in layers)
     for name in sizes:
@@ -83,8 +85,8 @@ def cut_into_files(sizes: dict[str, int], layers: Iterable[str], many: int) -> l
 
 
 def write_parts(model: Any, folder: Path) -> None:
-    """The weights of a model in Hugging Face's files, in each of several processes: file after file is gathered, and
-    written by one of them. Names are those of the model's first checkpoints, which stay within a layer."""
+    """Write a sharded model's weights in Hugging Face's files; all processes call it. They gather file after file, and
+    one of them writes it. Names are those of the model's files on the hub, which differ within a layer only."""
     load_extra("safetensors", "hf", "exporting the model")
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion

@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +32,6 @@ MANIFEST = "manifest.json"
 RECORD = "training.json"  # of a checkpoint
 PARTIAL = ".partial-"
 DISCARDED = ".discarded-"
-AGAIN = "~"  # after a number: another discarded directory of the same name is still there
 STAYS = "cannot be deleted now, and will be tried again"
 
 
@@ -67,8 +65,8 @@ def lock(path: Path, busy: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Re-raise a library's error in writing as an OSError with the bytes free on the disk: PyTorch, safetensors and
-    tokenizers do not say that it is full."""
+    """Re-raise a library's error in writing as an OSError with the free bytes of the disk: safetensors and tokenizers
+    do not say that it is full."""
     try:
         yield
     except (OSError, OutOfMemoryError):
@@ -82,19 +80,19 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """Re-raise a library's error in reading a checkpoint, undamaged but not as it should be, as a ValueError."""
+    """Re-raise a library's error in reading a checkpoint whose manifest is right as a ValueError."""
     try:
         yield
     except OutOfMemoryError:
         raise
-    except Exception as error:  # of pickle, zip, safetensors, or a key that is not there
+    except Exception as error:  # of JSON, safetensors, or a missing key
         if follows_from_another(error):
             raise
         raise ValueError(f"{path} cannot be loaded ({_short(error)}): choose another with train.resume=PATH") from error
 
 
 def _short(error: Exception) -> str:
-    """Its kind and first sentence: what follows in PyTorch's is the advice to load with weights_only=False."""
+    """Return an error's type and first sentence."""
     return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
 
 
@@ -143,9 +141,9 @@ def remove_directory(target: Path) -> None:
 
 
 def _discarded(target: Path) -> Path:
-    """A free name for `target` until it is deleted."""
-    names = itertools.chain([DISCARDED], (f"{DISCARDED}{number}{AGAIN}" for number in itertools.count(1)))
-    return next(path for path in (target.with_name(name + target.name) for name in names) if not os.path.lexists(path))
+    """Return a free name, `.discarded-NUMBER~NAME`, for `target` until it is deleted."""
+    names = (target.with_name(f"{DISCARDED}{number}~{target.name}") for number in itertools.count())
+    return next(path for path in names if not os.path.lexists(path))
 
 
 def _delete(path: Path) -> None:
@@ -155,19 +153,19 @@ def _delete(path: Path) -> None:
         _warn_once(STAYS, path, error)
 
 
-def _warn_once(what: str, place: Path, error: OSError) -> None:
+def _warn_once(what: str, place: Path, error: OSError, key: str = "") -> None:
+    """Warn once for each `key`; without one for each text."""
     text = f"{place}: {what} ({reason(error)})"
-    if text not in _warned:
-        _warned.add(text)
+    if (key or text) not in _warned:
+        _warned.add(key or text)
         warnings.warn(text, stacklevel=3)
 
 
 def sweep(parent: Path, names: str = "*") -> None:
     """Remove the directories that interrupted writers and deletions of `names`, a pattern, left in `parent`, and undo a
     replacement cut in its middle."""
-    for path in _directories(parent, DISCARDED + names) + _directories(parent, f"{DISCARDED}[0-9]*{AGAIN}{names}"):
-        name = path.name.removeprefix(DISCARDED)
-        name = re.sub(rf"^\d+{AGAIN}", "", name)
+    for path in _directories(parent, f"{DISCARDED}[0-9]*~{names}"):
+        name = path.name.split("~", 1)[1]
         if (parent / (PARTIAL + name)).exists() and not (parent / name).exists():
             path.rename(parent / name)
         elif path.exists():
@@ -179,13 +177,13 @@ def sweep(parent: Path, names: str = "*") -> None:
 
 
 def _directories(parent: Path, pattern: str) -> list[Path]:
-    """No writer of ours leaves files or links of such names: they are somebody else's."""
+    """Return the directories that match; files and links of such names are not ours."""
     return [path for path in parent.glob(pattern) if path.is_dir() and not path.is_symlink()]
 
 
 def verify_directory(target: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """The manifest of `target`, after comparing every file with it; DamagedError says what is wrong, which includes a
-    file of `needed` that the manifest does not list."""
+    """Return the manifest of `target` after comparing every file with it. DamagedError: a file differs, or the manifest
+    does not list one of `needed`."""
 
     def wrong(what: str) -> DamagedError:
         return DamagedError(f"{target} is damaged: {what}")
@@ -214,7 +212,7 @@ def verify_directory(target: Path, needed: Iterable[str] = ()) -> dict[str, Any]
 
 def sync(path: Path) -> None:
     """Force a file's or directory's contents to the disk; warn once if the file system cannot."""
-    is_directory = path.is_dir()
+    kind, unsupported = ("directories", OF_DIRECTORIES) if path.is_dir() else ("files", UNSUPPORTED)
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -222,16 +220,10 @@ def sync(path: Path) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        if error.errno not in (OF_DIRECTORIES if is_directory else UNSUPPORTED):
+        if error.errno not in unsupported:
             raise
-        kind = "directories" if is_directory else "files"
-        if kind not in _warned:
-            _warned.add(kind)
-            _warn_once(
-                f"this file system does not sync {kind}: a power cut may lose the newest checkpoints",
-                path.parent,
-                error,
-            )
+        what = f"this file system does not sync {kind}: a power cut may lose the newest checkpoints"
+        _warn_once(what, path.parent, error, key=kind)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

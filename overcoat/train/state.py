@@ -62,7 +62,7 @@ class TrainState:
         self.fit, self.kept_bytes, self.kept_table = fit, 0, ""
 
     def trained(self) -> list[str]:
-        """The names of the parameters that have states in the optimizer, which knows them by their order alone."""
+        """Return the names of the trained parameters. The optimizer knows them by number only."""
         return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def params(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
@@ -149,7 +149,7 @@ def check_value(field: str, value: Tensor, steps: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators of Python, NumPy and PyTorch, in lists of numbers."""
+    """Return the states of the global generators of Python, NumPy and PyTorch as lists of numbers."""
     version, numbers, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
     return {

@@ -186,7 +186,7 @@ class Ground:
         return [key for key in self.numbers if found[key] != self.numbers[key]]
 
 
-SHARD = "shard-00001-model-00001-of-00001.safetensors"  # all tensors of one process' checkpoint
+SHARD = "shard-00000-00000.safetensors"  # all tensors of one process' checkpoint
 
 
 def start(arguments: list[str], folder: Path, before: Callable[[], None] = bool, wrong_stdout: str = "") -> Child:

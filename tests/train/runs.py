@@ -79,7 +79,7 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
 
 
 def tensors_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All pieces that a checkpoint's files hold, those of several processes by file."""
+    """Return the tensors in a checkpoint's files; those of several processes with the file before their names."""
     files = sorted(checkpoint.glob("shard-*.safetensors"))
     start = [f"{file.name} " if len(files) > 1 else "" for file in files]
     return {

@@ -56,7 +56,7 @@ def test_a_renamed_directory_is_synced_after_its_rename(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(files, "sync", noting)
     write_directory(tmp_path / "x", fill, {"step": 2})
-    assert seen[-1] == (tmp_path, [".discarded-x", "x"])
+    assert seen[-1] == (tmp_path, [".discarded-0~x", "x"])
 
 
 def test_a_failed_writer_leaves_nothing_and_touches_nobody_elses(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_failed_writer_leaves_nothing_and_touches_nobody_elses(tmp_path: Path)
 
 def test_interruption_between_the_two_renames_is_undone(tmp_path: Path) -> None:
     write_directory(tmp_path / "x", fill, {"step": 1})
-    (tmp_path / "x").rename(tmp_path / ".discarded-x")
+    (tmp_path / "x").rename(tmp_path / ".discarded-0~x")
     (tmp_path / ".partial-x").mkdir()
     sweep(tmp_path)
     assert verify_directory(tmp_path / "x")["step"] == 1
@@ -139,7 +139,7 @@ def test_what_cannot_be_deleted_is_said_once_and_deleted_later(
         (tmp_path / "x.").rename(tmp_path / "x")
         monkeypatch.setattr(files.shutil, call, busy)
         remove_directory(tmp_path / "x")
-        assert visible(tmp_path) == [".discarded-1~x", ".discarded-x", "y"]
+        assert visible(tmp_path) == [".discarded-0~x", ".discarded-1~x", "y"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sweep(tmp_path)
