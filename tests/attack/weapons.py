@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file, save_file
 
 from overcoat.train.checkpoint import list_checkpoints
@@ -271,7 +272,7 @@ def crafted(ground: Ground, random: random.Random, folder: Path) -> Finding:
         "del tensors[name]", "tensors['model/x'] = tensors[name].clone()", "tensors[name].view(-1)[0] = float('nan')",
         "[of.fill_(-1) for key, of in tensors.items() if key.endswith('/step')]", "saved['num_tokens'] = True",
     ])  # fmt: skip
-    spoilt = {**globals(), "saved": saved, "tensors": tensors, "own": own, "name": name}
+    spoilt = {"torch": torch, "saved": saved, "tensors": tensors, "own": own, "name": name}
     exec(statement, spoilt)
     (newest / SHARD).unlink()  # the tensors are mapped from it
     save_file(spoilt["tensors"], newest / SHARD, {"format": "pt"})
