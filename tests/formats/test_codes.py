@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overcoat.formats import de8, log8
@@ -125,7 +125,6 @@ def test_zeros_never_enter_the_smallest_value():
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40))
-@settings(max_examples=200, deadline=None)
 def test_expansion_fits_the_format_and_inverts(values):
     """|y|^k stays inside the format's range (k is rounded down, never up), and contract undoes expand."""
     x = group(*values)
@@ -164,7 +163,6 @@ def statistics(maximum: int, smallest: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @given(st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=128))
-@settings(max_examples=200, deadline=None)
 def test_log8_is_within_half_a_step(values):
     """Half a step is 1/508 of the group's range of bits, the step rounded up to 4 bits of mantissa."""
     v = torch.tensor(values, dtype=torch.float32)

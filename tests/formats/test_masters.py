@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overcoat.formats.masters import (
@@ -26,7 +26,6 @@ def bits(count: int, places: int, seed: int = 0, step: float = 1.0) -> torch.Ten
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
-@settings(max_examples=300, deadline=None)
 def test_bf16_16_is_exact_fp32(values):
     x = torch.tensor(values, dtype=torch.float32)
     x = x[x.abs() < 3.38e38]  # beyond, the nearest BF16 is inf
@@ -38,7 +37,6 @@ def test_bf16_16_is_exact_fp32(values):
 
 
 @given(st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=1, max_size=50), st.integers(0, 2**30))
-@settings(max_examples=300, deadline=None)
 def test_bf16_8_is_within_one_unit_of_24_bits(values, seed):
     """Powers of two, zero and denormals included: the unit is the spacing of FP32 patterns with 8 clear low bits."""
     x = torch.tensor(values, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from overcoat.formats import masters, to_groups
@@ -87,15 +87,14 @@ def test_a_maximum_decays_when_gradients_vanish(name):
     """beta2 = 0.999 moves M by 2^-10: with M in BF16 it would be rounded back to itself for ever."""
     start = torch.rand(1, 1, 128) + 0.5
     v = start
-    for _ in range(500):
+    for _ in range(200):
         v = second(v * 0.999, name)
-    assert abs(v.max() / (start.max() * 0.999**500) - 1) < 1e-3
+    assert abs(v.max() / (start.max() * 0.999**200) - 1) < 1e-3
     stalled = start.max().bfloat16()
     assert (stalled.float() * 0.999).bfloat16() == stalled
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=128), st.sampled_from(FIRST))
-@settings(max_examples=300, deadline=None)
 def test_m_stays_within_its_group(values, name):
     """Signs are kept, zeros stay zero, nothing grows past the stored maximum, the maximum itself survives."""
     m = torch.tensor(values, dtype=torch.float32).view(1, 1, -1)
@@ -187,7 +186,7 @@ def test_a_mean_decays_beside_one_that_stays(name, beta):
     The 256 groups have a random number each, and a step's rounding has a variance of 1/6: of a mean after 20 steps a
     standard error of 0.06.
     """
-    m = torch.full((64, 4, 128), (15 / 127) ** 2)
+    m = torch.full((64, 4, 16), (15 / 127) ** 2)
     m[..., 0] = 1.0
     generator, code = torch.Generator().manual_seed(0), MOMENT_CODES[name]
     units, roots = encode_second(torch.ones_like(m), LOG8), []
