@@ -111,7 +111,15 @@ def test_copies_have_time_and_few_are_under_way():
 
 @pytest.mark.parametrize(
     ("recipe", "count"),
-    [*((name, "all") for name in RECIPES), ("default", 1), ("leanest", 3)],
+    [
+        ("default", "all"),
+        ("leanest", 3),
+        ("block scales", "all"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("paper", "all"), ("leanest", "all"), ("default", 1))
+        ),
+    ],
 )
 def test_gradients_are_equal_bit_for_bit(untouched, recipe, count, monkeypatch):
     """Two micro-batches; the second one's buffers are those of the first."""
@@ -121,7 +129,7 @@ def test_gradients_are_equal_bit_for_bit(untouched, recipe, count, monkeypatch):
     assert_all_given_back(LAYERS - AHEAD if count == "all" else count)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", [pytest.param((0, 1), marks=pytest.mark.nightly), (1, 0)])
 def test_several_forwards_before_the_backwards(untouched, order):
     def run(model):
         losses = [loss_of(model, seed) for seed in range(2)]
@@ -248,7 +256,7 @@ FROZEN = {
 
 
 @pytest.mark.filterwarnings("error:this layer was chosen")
-@pytest.mark.parametrize("count", [1, 2, 5, "all"])
+@pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 5)), 2, "all"])
 @pytest.mark.parametrize(("freeze", "able"), FROZEN.values(), ids=FROZEN)
 def test_blocks_that_keep_nothing_are_not_chosen(freeze, able, count, monkeypatch):
     model = make_model("llama", layers=8)
@@ -290,8 +298,14 @@ def _checkpoints(model):
     yield
 
 
-@pytest.mark.parametrize("change", [_hooks_inside, _checkpoints])
-@pytest.mark.parametrize("count", [2, "all"])
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (_hooks_inside, 2),
+        (_checkpoints, "all"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((_hooks_inside, "all"), (_checkpoints, 2))),
+    ],
+)
 def test_blocks_before_layers_that_keep_their_own_leave(untouched, change, count, monkeypatch):
     """Hooks and checkpoints on the last three of six layers, behind the conversion."""
     monkeypatch.setattr(offload, "LEAST_BYTES", 1024)

@@ -29,10 +29,16 @@ def gradients(kind: str, recipe: Recipe, device: str) -> list[torch.Tensor]:
 
 
 # Norms before; a parallel block, whose q, k and v are rows of one weight; norms after; a GELU and biases.
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "olmo2", "gpt2"])
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="block")], ids=["", "checkpoint"])
-def test_a_block_is_the_same_to_the_bit(kind, recipe, device, monkeypatch):
-    made = []
+@pytest.mark.parametrize(
+    ("kind", "checkpoint"),
+    [
+        pytest.param(kind, checkpoint, marks=pytest.mark.nightly if checkpoint == other else [])
+        for kind, other in (("llama", "block"), ("gpt_neox", None), ("olmo2", "block"), ("gpt2", None))
+        for checkpoint in (None, "block")
+    ],
+)
+def test_a_block_is_the_same_to_the_bit(kind, checkpoint, device, monkeypatch):
+    made, recipe = [], Recipe(checkpoint=checkpoint)
     together = linear.with_operands
     monkeypatch.setattr("overcoat.block.run.with_operands", lambda *args: made.append(together(*args)) or made[-1])
     ours = gradients(kind, recipe, device)
