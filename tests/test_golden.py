@@ -9,6 +9,7 @@ import torch
 
 from tests import golden
 from tests.models.zoo import DISTINCT
+from tests.nightly import mostly_nightly
 
 CI = (
     [f"{kind}, default" for kind in DISTINCT]
@@ -25,9 +26,7 @@ def expected() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in CI else pytest.mark.nightly) for name in golden.cases()]
-)
+@pytest.mark.parametrize("name", mostly_nightly(golden.cases(), CI))
 def test_bits_are_the_recorded_ones(name: str, expected: dict[str, str]) -> None:
     assert list(golden.compute([name])) == [(name, expected[name])], "python -m tests.golden shows all that differ"
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from overcoat.block import offload
 from overcoat.block import run as block
 from overcoat.block.offload import AHEAD, LEAST_BYTES, MOST_AHEAD, choose_blocks, transfers
 from tests.models.zoo import make_batch, make_model
+from tests.nightly import mostly_nightly
 from tests.waits import waiting_is_an_error
 
 ALL = Recipe(offload_blocks="all")
@@ -111,15 +113,10 @@ def test_copies_have_time_and_few_are_under_way():
 
 @pytest.mark.parametrize(
     ("recipe", "count"),
-    [
-        ("default", "all"),
-        ("leanest", 3),
-        ("block scales", "all"),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("paper", "all"), ("leanest", "all"), ("default", 1))
-        ),
-    ],
+    mostly_nightly(
+        [*((name, "all") for name in RECIPES), ("default", 1), ("leanest", 3)],
+        [("default", "all"), ("leanest", 3), ("block scales", "all")],
+    ),
 )
 def test_gradients_are_equal_bit_for_bit(untouched, recipe, count, monkeypatch):
     """Two micro-batches; the second one's buffers are those of the first."""
@@ -256,7 +253,7 @@ FROZEN = {
 
 
 @pytest.mark.filterwarnings("error:this layer was chosen")
-@pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 5)), 2, "all"])
+@pytest.mark.parametrize("count", mostly_nightly([1, 2, 5, "all"], [2, "all"]))
 @pytest.mark.parametrize(("freeze", "able"), FROZEN.values(), ids=FROZEN)
 def test_blocks_that_keep_nothing_are_not_chosen(freeze, able, count, monkeypatch):
     model = make_model("llama", layers=8)
@@ -300,11 +297,9 @@ def _checkpoints(model):
 
 @pytest.mark.parametrize(
     ("change", "count"),
-    [
-        (_hooks_inside, 2),
-        (_checkpoints, "all"),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((_hooks_inside, "all"), (_checkpoints, 2))),
-    ],
+    mostly_nightly(
+        itertools.product((_hooks_inside, _checkpoints), (2, "all")), [(_hooks_inside, 2), (_checkpoints, "all")]
+    ),
 )
 def test_blocks_before_layers_that_keep_their_own_leave(untouched, change, count, monkeypatch):
     """Hooks and checkpoints on the last three of six layers, behind the conversion."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from overcoat import Recipe
 from overcoat.block import linear
 from overcoat.block.spec import Block, Branch, Linear
 from tests.models.zoo import make_batch, make_model
+from tests.nightly import mostly_nightly
 
 
 def gradients(kind: str, recipe: Recipe, device: str) -> list[torch.Tensor]:
@@ -31,11 +34,10 @@ def gradients(kind: str, recipe: Recipe, device: str) -> list[torch.Tensor]:
 # Norms before; a parallel block, whose q, k and v are rows of one weight; norms after; a GELU and biases.
 @pytest.mark.parametrize(
     ("kind", "checkpoint"),
-    [
-        pytest.param(kind, checkpoint, marks=pytest.mark.nightly if checkpoint == other else [])
-        for kind, other in (("llama", "block"), ("gpt_neox", None), ("olmo2", "block"), ("gpt2", None))
-        for checkpoint in (None, "block")
-    ],
+    mostly_nightly(
+        itertools.product(("llama", "gpt_neox", "olmo2", "gpt2"), (None, "block")),
+        [("llama", None), ("gpt_neox", "block"), ("olmo2", None), ("gpt2", "block")],
+    ),
 )
 def test_a_block_is_the_same_to_the_bit(kind, checkpoint, device, monkeypatch):
     made, recipe = [], Recipe(checkpoint=checkpoint)

@@ -24,6 +24,7 @@ import overcoat.kernels
 from overcoat.kernels import op as catalogue
 from overcoat.kernels.op import CATALOGUE, op
 from tests.kernels.samples import SAMPLES, column_by_column, normal
+from tests.nightly import mostly_nightly
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -93,9 +94,7 @@ def test_opcheck(name, device):
 REGISTERED = ("gemm", "norm_backward", "stack_codes", "qk_rope_encode12_")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in REGISTERED else pytest.mark.nightly) for name in SAMPLES]
-)
+@pytest.mark.parametrize("name", mostly_nightly(SAMPLES, REGISTERED))
 def test_results_under_aot_dispatch(name, device):
     arguments = on(device, telling(name)[0])
     torch.library.opcheck(CATALOGUE[name], arguments, test_utils=["test_aot_dispatch_dynamic"])

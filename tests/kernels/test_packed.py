@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from overcoat.kernels.attention import (
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
 from tests.kernels.samples import normal
+from tests.nightly import mostly_nightly
 
 # Lengths of documents by row: one only, of one token, many, whole rows.
 ROWS = [[61], [1, 60], [5, 1, 1, 20, 34], [30, 31]]
@@ -154,11 +157,10 @@ def held(truth, got, noise, width):
 
 @pytest.mark.parametrize(
     ("packing", "heads"),
-    [  # on a CPU all widths are one code, and large ones take seconds
-        pytest.param(packing, heads, marks=pytest.mark.nightly if packing == "tiles" and heads[2] > 72 else [])
-        for packing in PACKINGS
-        for heads in HEADS
-    ],
+    mostly_nightly(  # on a CPU all widths are one code, and large ones take seconds
+        itertools.product(PACKINGS, HEADS),
+        [(packing, heads) for packing in PACKINGS for heads in HEADS if packing != "tiles" or heads[2] <= 72],
+    ),
     ids=str,
 )
 def test_documents_equal_fp64_autograd(packing, heads, device):

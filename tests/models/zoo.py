@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from overcoat.models.family import VISION_LANGUAGE, Family, families
+from tests.nightly import mostly_nightly
 
 VOCAB = 512
 # By name: the family, and what the configuration has beside the fields below; encoders apart.
@@ -37,7 +37,7 @@ ENCODERS: dict[str, tuple[Family, dict[str, Any]]] = {
 
 def every_kind(in_ci: tuple[str, ...] = DISTINCT) -> list[Any]:
     """All kinds as parameters of a test; others than `in_ci` are for `make nightly`."""
-    return [pytest.param(kind, marks=[] if kind in in_ci else pytest.mark.nightly) for kind in KINDS]
+    return mostly_nightly(KINDS, in_ci)
 
 
 def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides: object) -> nn.Module:
