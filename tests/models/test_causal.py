@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Optional
 
 import pytest
@@ -18,6 +19,7 @@ from overcoat.kernels.attention import causal_pairs, dense_mask, document_starts
 from overcoat.models.masks import causal_mask, check_mask
 from tests.models.zoo import KINDS as ZOO
 from tests.models.zoo import assert_equal, every_kind, make_batch, make_model, trained
+from tests.nightly import mostly_nightly
 from tests.waits import waiting_is_an_error
 
 KINDS = ["llama", "qwen2", "qwen3", "starcoder2"]
@@ -120,19 +122,12 @@ def test_who_gets_it() -> None:
 
 
 MODES = ("train", "packed", "leanest", "eval", "in its original precision")
-# Of kinds whose layers all have the window, and one of two: in CI the others train only.
-EVERY_MODE = ("mistral", "gemma3")
+# A kind whose layers all have the window in every mode, and of two layers one: the others differ in names.
+WINDOWS_IN_CI = [*(("mistral", mode) for mode in MODES), ("gemma3", "train"), ("gemma3", "packed")]
 
 
 @pytest.mark.filterwarnings("ignore:this layer")
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        pytest.param(kind, mode, marks=[] if mode == "train" or kind in EVERY_MODE else pytest.mark.nightly)
-        for kind in WINDOWED
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize(("kind", "mode"), mostly_nightly(itertools.product(WINDOWED, MODES), WINDOWS_IN_CI))
 def test_a_sliding_window_is_kept(kind: str, mode: str) -> None:
     """Without a mask of S x S, as with transformers' own, which it makes where somebody watches; in one layer of two
     where a model can have both kinds."""
@@ -179,7 +174,7 @@ def test_a_window_that_the_configuration_changes_later(kind: str) -> None:
     assert_equal(got, trained(model, inputs))
 
 
-@pytest.mark.parametrize("kind", ["cohere2", "cwm", "exaone4", "ministral"])
+@pytest.mark.parametrize("kind", mostly_nightly(["cohere2", "cwm", "exaone4", "ministral"], ["cohere2", "ministral"]))
 def test_kinds_of_layers_that_change_later(kind: str) -> None:
     """Layers keep whether they had a window; masks have it by their place and the configuration."""
     for change in (
@@ -334,13 +329,15 @@ RECIPES = {
 }
 
 
+PACKED = [
+    *((kind, "default", "fp8") for kind in (*KINDS, "mistral")),
+    *(("llama", recipe, "fp8") for recipe in RECIPES if recipe != "default"),
+    *(("llama", "default", layer) for layer in ("hooked", "in eval", "reentrant", "not reentrant")),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kind", "recipe", "layer"),
-    [(kind, "default", "fp8") for kind in (*KINDS, "mistral")]
-    + [("llama", recipe, "fp8") for recipe in list(RECIPES)[1:]]
-    + [("llama", "default", layer) for layer in ("hooked", "in eval", "reentrant", "not reentrant")],
-)
+@pytest.mark.parametrize(("kind", "recipe", "layer"), mostly_nightly(PACKED, PACKED[::2]))
 def test_packed_sequences_give_the_same(kind: str, recipe: str, layer: str) -> None:
     """As with transformers' own mask, which it makes where somebody watches; a layer in its original precision too."""
     model, inputs = wide(kind, RECIPES[recipe]), packed_batch(200)

@@ -22,6 +22,7 @@ from overcoat.optim.release import BATCH_BYTES
 from tests.models.graphs import recorded, skipped
 from tests.models.test_images import seen_rows
 from tests.models.zoo import assert_equal, gradients, make_batch, make_encoder, make_model
+from tests.nightly import mostly_nightly
 
 
 @pytest.fixture(autouse=True)
@@ -56,16 +57,15 @@ def test_the_layers_of_graphs_are_found_at_once(monkeypatch: pytest.MonkeyPatch)
     assert asked == [model]
 
 
-@pytest.mark.parametrize(
-    ("kind", "recipe", "masks"),
-    [
-        ("llama", Recipe(), "causal"),
-        pytest.param("qwen3", Recipe.leanest(), "left-padded", marks=pytest.mark.nightly),
-        pytest.param("starcoder2", Recipe.paper(), "packed", marks=pytest.mark.nightly),
-        pytest.param("llama", Recipe.bf16(), "causal", marks=pytest.mark.nightly),
-    ],
-    ids=["default", "leanest", "paper", "bf16"],
+COMPILED = (
+    ("llama", Recipe(), "causal"),
+    ("qwen3", Recipe.leanest(), "left-padded"),
+    ("starcoder2", Recipe.paper(), "packed"),
+    ("llama", Recipe.bf16(), "causal"),
 )
+
+
+@pytest.mark.parametrize(("kind", "recipe", "masks"), mostly_nightly(COMPILED, COMPILED[:1]))
 def test_compiled_layers_share_a_graph_and_give_the_eager_gradients(kind: str, recipe: Recipe, masks: str) -> None:
     plain, model = made(kind, recipe), made(kind, recipe)
     compile_layers(model, graphs=False)
@@ -88,13 +88,10 @@ def test_compiled_layers_share_a_graph_and_give_the_eager_gradients(kind: str, r
     assert_equal(gradients(model), gradients(plain))
 
 
+@pytest.mark.nightly  # four graphs each; what a compiled layer computes is above
 @pytest.mark.parametrize(
     ("kind", "recipe"),
-    [
-        ("qwen3-vl-vision", Recipe()),
-        pytest.param("qwen3-vl-vision", Recipe.leanest(), marks=pytest.mark.nightly),
-        pytest.param("qwen2.5-vl-vision", Recipe(), marks=pytest.mark.nightly),
-    ],
+    [("qwen3-vl-vision", Recipe()), ("qwen3-vl-vision", Recipe.leanest()), ("qwen2.5-vl-vision", Recipe())],
 )
 def test_compiled_images_of_one_size_are_a_batch(kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """As eager ones, and so are equal windows; a graph for all further grids of one size, one for others."""

@@ -39,8 +39,9 @@ from tests.models.zoo import (
     make_model,
     trained,
 )
+from tests.nightly import mostly_nightly
 
-CORES = ("gemma2", "gpt_oss", "mixtral")
+CORES = ("gpt_oss",)  # sinks, a window, experts: the most that a graph may break at
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_parameters_names_and_state_dict_are_shared(kind: str) -> None:
     assert type(pickle.loads(pickle.dumps(layer))) is type(layer)
 
 
-@pytest.mark.parametrize("kind", every_kind())
+@pytest.mark.parametrize("kind", every_kind(("llama", "gpt2", "gemma2", "gpt_oss")))
 def test_eval_and_generate_are_untouched(kind: str) -> None:
     model = make_model(kind, layers=2)
     original = copy.deepcopy(model).eval()
@@ -176,7 +177,7 @@ class _Wrapped(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", every_kind())
+@pytest.mark.parametrize("kind", every_kind(("llama", "gpt2", "mixtral")))
 def test_a_module_replaced_as_a_whole_is_left_to_the_original(kind: str) -> None:
     model = make_model(kind, layers=2)
     original = copy.deepcopy(model)
@@ -565,10 +566,10 @@ def test_training_in_eval_mode_is_told() -> None:
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        # In CI the cores once, Llama's with blocks and in test_head.py; wirings: tests/block/test_run.py.
+        # Llama's with blocks and in test_head.py; wirings: tests/block/test_run.py.
         *(pytest.param(*kind.values, Recipe(), marks=kind.marks) for kind in every_kind(CORES)),
-        ("starcoder2", Recipe.leanest()),
         ("llama", Recipe(linear_scaling="block")),
+        pytest.param("starcoder2", Recipe.leanest(), marks=pytest.mark.nightly),
         pytest.param("olmo2", Recipe.leanest(), marks=pytest.mark.nightly),
         pytest.param("starcoder2", Recipe(linear_scaling="block"), marks=pytest.mark.nightly),
     ],

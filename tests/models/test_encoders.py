@@ -38,13 +38,14 @@ from overcoat.models.images import longest
 from tests.emulation import emulate_fp8_gemms, rounded
 from tests.models.test_images import seen_rows
 from tests.models.zoo import ENCODERS, make_encoder, make_inputs
+from tests.nightly import mostly_nightly
 
 SEEDS = 40
 LIMIT_DB = 1.0
 # What FP8 products do not reach is right but for FP32's rounding.
 EXACT = 1e-12
 # What the families have, each once: LayerNorms with biases, LayerScale, RMSNorms with rotation, lengths and gate, norms
-# of sums. CI checks the others over fewer seeds.
+# of sums. Of the others CI checks those that no pass in FP32 verifies when they are converted.
 DISTINCT = ("clip", "dinov2", "qwen2.5-vl-vision", "bert")
 OTHERS = tuple(kind for kind in ENCODERS if kind not in DISTINCT)
 
@@ -154,10 +155,13 @@ def check(kind: str, recipes: Sequence[Recipe], seeds: int) -> None:
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
     """From what it keeps, and from its kept input. One of DINOv2's biases is above the limit over 20 seeds."""
-    check(kind, [Recipe(), Recipe.leanest()], SEEDS if kind == "dinov2" else SEEDS // 4)
+    if kind == "dinov2":
+        check(kind, [Recipe()], SEEDS)
+    else:
+        check(kind, [Recipe(), Recipe.leanest()], SEEDS // 4)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", mostly_nightly(OTHERS, ("pixtral", "qwen3-vl-vision")))
 def test_so_is_every_encoder(kind: str) -> None:
     check(kind, [Recipe()], SEEDS // 2 if kind == "internvl" else SEEDS // 4)
 

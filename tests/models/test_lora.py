@@ -22,6 +22,7 @@ from overcoat.memory import record_kept
 from overcoat.models.family import decoder_layers
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.zoo import assert_equal, make_batch, make_model, trained
+from tests.nightly import mostly_nightly
 
 peft: Any = pytest.importorskip("peft")
 LIMIT_DB, SEEDS = 1.0, 2
@@ -60,15 +61,15 @@ def average_db(exact: dict[str, Tensor], *others: dict[str, Tensor]) -> dict[str
 # A family of each wiring: rows in another order (Phi-3's partial rotation), norms after and no norm before (OLMo 2),
 # LayerNorms with biases (Starcoder 2), one layer for q, k and v by head, parallel (GPT-NeoX), Conv1D (GPT-2), a
 # multiplier (Granite).
-@pytest.mark.parametrize(
-    ("kind", "recipe", "dtype"),
-    [
-        ("llama", Recipe(), torch.bfloat16),
-        ("llama", Recipe.leanest(), torch.float32),
-        ("llama", Recipe(linear_scaling="block"), torch.float32),
-        *((kind, Recipe(), torch.float32) for kind in ("olmo2", "starcoder2", "gpt_neox", "gpt2", "granite", "qwen3")),
-    ],
-)
+CASES = [
+    ("llama", Recipe(), torch.bfloat16),
+    *((kind, Recipe(), torch.float32) for kind in ("starcoder2", "gpt_neox", "granite", "gpt2", "olmo2", "qwen3")),
+    ("llama", Recipe.leanest(), torch.float32),
+    ("llama", Recipe(linear_scaling="block"), torch.float32),
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "dtype"), mostly_nightly(CASES, CASES[:4]))
 def test_adapters_are_as_good_as_with_fp8_gemms_alone(kind: str, recipe: Recipe, dtype: torch.dtype) -> None:
     """Base products in FP8, adapters and all else exact, is the floor."""
     totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
@@ -244,7 +245,7 @@ def test_compiles_without_graph_breaks(device: torch.device) -> None:
     expected = trained(model, inputs)
     torch.compiler.reset()
     for layer in decoder_layers(model).values():
-        layer.compile(fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
+        layer.compile(fullgraph=True, backend="eager" if device.type == "cpu" else "inductor")
     compiled = trained(model, inputs)
     assert compiled.keys() == expected.keys()
     assert min(sqnr(expected[name], compiled[name]) for name in expected) > 30

@@ -4,8 +4,8 @@ The FP8 products set the error of any FP8 trainer; what Overcoat keeps in 8 bits
 to it, in the logits and in every gradient. Errors are averaged over 16 seeds (noise power relative to signal
 power): a vector of 64 or 256 elements alone has too few independent errors for a 1 dB decision.
 
-Every kind with every mask is a `nightly` test (20 minutes of one core). CI has the kinds in `THOROUGH` as above, the
-others over fewer seeds, all layers together, which varies less.
+Every kind with every mask is a `nightly` test (20 minutes of one core). CI has the kinds in `THOROUGH` as above, and
+what is different in others over fewer seeds, all layers together, which varies less.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 import overcoat
 from overcoat import Recipe
 from tests.emulation import emulate_fp8_gemms
-from tests.models.zoo import KINDS, every_kind, make_batch, make_model
+from tests.models.zoo import DISTINCT, KINDS, every_kind, make_batch, make_model
+from tests.nightly import mostly_nightly
 
 SEEDS = 16
 # Of kinds that CI checks over all layers together. A GPU adds in another order, so its errors are others.
@@ -192,22 +194,25 @@ MASKS = ("causal", "packed", "left-padded", "right-padded")
 # the model's final norm costs 1 dB and more (Starcoder2's bias there 7 dB). Nearly all else holds in BF16 as well.
 THOROUGH = [
     ("llama", "causal", BF16),
-    ("llama-biases", "causal", FP32),
-    ("qwen3", "right-padded", BF16),
     ("olmo2", "left-padded", BF16),
     ("starcoder2", "packed", FP32),
-    ("gpt_oss", "packed", FP32),  # routers of two experts, sinks of four heads
 ]
 # With how many seeds CI begins where 4 are too few: by chance a tensor of Llama loses 0.9 dB there, of Starcoder2 more.
-BEGIN_WITH = {"llama": SEEDS // 2, "starcoder2": SEEDS // 2, "gpt_oss": SEEDS}
-# Their parts and masks are those of the kinds above; in CI over fewer seeds.
-LATE = [*(("llama", mask, BF16) for mask in MASKS[1:]), ("mistral", "causal", BF16), ("qwen2", "packed", BF16)]
-OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH + LATE}] + ["mistral", "qwen2"]
+BEGIN_WITH = {"llama": SEEDS // 2, "starcoder2": SEEDS // 2}
+# In CI over fewer seeds.
+LATE = [
+    ("llama-biases", "causal", FP32),
+    ("qwen3", "right-padded", BF16),
+    ("gpt_oss", "packed", FP32),  # routers of two experts, sinks of four heads
+    *(("llama", mask, BF16) for mask in MASKS[1:]),
+    ("mistral", "causal", BF16),
+    ("qwen2", "packed", BF16),
+]
+OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH + LATE}]
+OTHERS += ["mistral", "qwen2", "qwen3", "gpt_oss", "llama-biases"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "mask", "dtype"), [*THOROUGH, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LATE)]
-)
+@pytest.mark.parametrize(("kind", "mask", "dtype"), mostly_nightly(THOROUGH + LATE, THOROUGH))
 def test_converted_model_is_as_good_as_fp8_gemms_alone(
     kind: str, mask: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -229,7 +234,10 @@ def check_every_tensor(
     raise AssertionError(f"dB below FP8 GEMMs alone: {offenders(losses)}")
 
 
-@pytest.mark.parametrize(("kind", "mask"), [(kind, MASKS[i % 4]) for i, kind in enumerate(OTHERS)])
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    mostly_nightly(zip(OTHERS, itertools.cycle(MASKS)), {*itertools.product((*DISTINCT, "granite", "mistral"), MASKS)}),
+)
 def test_layers_of_every_kind_are_together(kind: str, mask: str, device: torch.device) -> None:
     check_every_tensor(kind, mask, FP32, device, FEW_SEEDS[device.type], by_layer=False)
 
@@ -279,7 +287,7 @@ EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 HALF_OF_FOUR = (("num_experts", 4), ("num_local_experts", 4), ("num_experts_per_tok", 2))
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("kind", mostly_nightly(EXPERTS, ("mixtral", "gpt_oss")))
 def test_on_the_same_routes_experts_are(kind: str, device: torch.device) -> None:
     """A token near the border of two experts takes another one after any rounding; that is no error of ours. A router's
     gradient half as large is caught, of a gate and of a router with biases."""

@@ -6,8 +6,8 @@ error at every score. With 8 bits and the forward's log-sum-exp it was 50 times 
 The two have one forward, bit for bit, so their gradients may be held against each other: they are 0.06 apart (median of
 all kinds; the most is 0.32). With q and k off by 0.7% it is 0.4.
 
-Every kind in the registry, causal model or encoder, is here once, each way to compute scores twice, with masks, codes
-and recipes in turn; the full product is a `nightly` test.
+Each way to compute scores is here with masks, codes and recipes in turn; every kind in the registry, causal model or
+encoder, and the full product are `nightly` tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from overcoat.models.decoder import block_of
 from overcoat.models.family import decoder_layers, family_of
 from overcoat.models.recording import Scores
 from tests.models import test_encoders
-from tests.models.zoo import ENCODERS, KINDS, make_batch, make_encoder, make_inputs, make_model
+from tests.models.zoo import DISTINCT, ENCODERS, KINDS, make_batch, make_encoder, make_inputs, make_model
+from tests.nightly import mostly_nightly
 
 SCORES = (100.0, 700.0, 5e3, 3e4)
 ALLOWED = 1.5  # times the error of attention kept in BF16
@@ -186,20 +187,24 @@ def turns(shift):
 ATTENTIONS = ("llama", "gemma2", "gpt_oss", "ministral3", "qwen3")
 
 
-@pytest.mark.parametrize("mask", BATCHES)
-@pytest.mark.parametrize("kind", ATTENTIONS)
+@pytest.mark.parametrize(
+    ("kind", "mask"), mostly_nightly(itertools.product(ATTENTIONS, BATCHES), [*zip(ATTENTIONS, (*BATCHES, "causal"))])
+)
 def test_every_mask_of_every_kind_of_attention(kind, mask, monkeypatch):
     check(kind, mask, Recipe(), 3e4, monkeypatch)
 
 
-@pytest.mark.parametrize(("kind", "mask", "recipe"), turns(0))
+@pytest.mark.parametrize(
+    ("kind", "mask", "recipe"),
+    mostly_nightly(turns(0), [case for case in turns(0) if case[0] in (*DISTINCT, *test_encoders.DISTINCT)]),
+)
 def test_every_kind_with_a_recipe(kind, mask, recipe, monkeypatch):
     check(kind, mask, RECIPES[recipe], 3e4, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("kind", "mask", "recipe"),
-    [pytest.param(*case, marks=[] if case[0] in ATTENTIONS else pytest.mark.nightly) for case in turns(1)],
+    mostly_nightly(turns(1), [case for case in turns(1) if case[0] in ATTENTIONS]),
 )
 def test_every_kind_at_smaller_scores(kind, mask, recipe, monkeypatch):
     check(kind, mask, RECIPES[recipe], 1e3, monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
 import re
 import warnings
@@ -21,6 +22,7 @@ from overcoat import Recipe
 from overcoat.models.output import NO_LOGITS
 from tests.models.test_vision_language import make_model as make_seeing
 from tests.models.zoo import VOCAB, make_batch, make_model
+from tests.nightly import mostly_nightly
 
 NO_HEAD = Recipe(head=None)
 REMEDY = re.escape("pass output_logits=True to the model, or convert it with Recipe(head=None)")
@@ -111,10 +113,10 @@ def test_what_the_class_of_a_converted_module_makes_is_not_converted(tmp_path: A
     assert type(copy.deepcopy(model)) is type(pickle.loads(pickle.dumps(model))) is type(model)
 
 
-@pytest.mark.parametrize(
-    "wrap", [checkpoint_wrapper, functools.partial(torch.compile, backend="eager")], ids=["checkpoint", "compile"]
-)
-@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+WRAPPED = list(itertools.product((checkpoint_wrapper, functools.partial(torch.compile, backend="eager")), (0.0, 1e-4)))
+
+
+@pytest.mark.parametrize(("wrap", "z_loss"), mostly_nightly(WRAPPED, WRAPPED[1:3]))
 def test_layers_owner_that_was_wrapped_since_is_known(wrap: Any, z_loss: float) -> None:
     """Its attributes are the wrapped one's."""
     model = make_model("llama", layers=1)

@@ -21,6 +21,7 @@ from overcoat.models.output import NoLogits
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.graphs import recorded, skipped
 from tests.models.zoo import gradients
+from tests.nightly import mostly_nightly
 
 VOCAB, IMAGE, START, LENGTH = 96, 90, 91, 40
 TEXT = dict(  # noqa: C408
@@ -318,7 +319,7 @@ def steps(name: str, graphs: bool, device: str) -> list[dict[str, Tensor]]:
 TOWERS = {"Llava": "vision_tower", "Qwen3VL": "visual"}
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", mostly_nightly(TOWERS, ["Qwen3VL"]))
 def test_a_tower_as_graphs_gives_the_eager_gradients(name: str, device: torch.device) -> None:
     """Text layers stay eager; two towers, of a fixed size and of any, by lengths. On a CPU compiled, not recorded.
 
