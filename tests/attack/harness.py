@@ -126,9 +126,8 @@ def _be_child(work: Callable[[], int], folder: Path, out: list[int], wrong_stdou
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MORE_MEMORY,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        torch.set_num_threads(
-            1
-        )  # makes torch's pool anew, which a fork breaks: two threads at once fail ("Invalid thread pool")
+        # Makes torch's pool anew, which a fork breaks: two threads at once fail ("Invalid thread pool").
+        torch.set_num_threads(1)
         status = work()
     except SystemExit as stop:  # argparse
         status = stop.code if isinstance(stop.code, int) else 1

@@ -15,7 +15,9 @@ from overcoat.estimate.dry_run import dry_run, trained_model
 from overcoat.estimate.phases import Allocator, Phase, watch
 from overcoat.models.family import families
 from overcoat.models.shapes import Model, sizes
-from tests.models.zoo import make_batch, make_model
+from tests.models.test_encoders import DISTINCT as TOWERS
+from tests.models.zoo import DISTINCT, make_batch, make_model
+from tests.nightly import mostly_nightly
 
 FORWARD = ["embedding", "block 1 forward", "block 2 forward", "final norm", "loss"]
 BACKWARD = ["loss backward", "block 2 backward", "block 1 backward", "embedding backward"]
@@ -84,7 +86,11 @@ SAMPLES = [(family, sample) for family in families() for sample in family.sample
 KNOWN = {family.layer: (family, sample) for family, sample in reversed(SAMPLES)}
 
 
-@pytest.mark.parametrize(("family", "sample"), SAMPLES, ids=[sample for _, sample in SAMPLES])
+@pytest.mark.parametrize(
+    ("family", "sample"),
+    mostly_nightly(SAMPLES, [case for case in SAMPLES if case[1] in (*DISTINCT, *TOWERS)]),
+    ids=str,
+)
 def test_no_family_keeps_more_than_seven_u(family, sample):
     """Two thirds of it is what every block needs: the inputs of its layers in 8 bits, attention, gate and up."""
     units = kept_units(family, sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,8 @@ from overcoat.models.dummy_batch import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
 from overcoat.train.build import loss_for_estimates
 from tests.benchmarks.peers import SEEING
-from tests.models.zoo import KINDS, make_batch, make_model
+from tests.models.zoo import DISTINCT, KINDS, make_batch, make_model
+from tests.nightly import mostly_nightly
 
 BATCH, LENGTH = 2, 64
 RECIPES = {
@@ -52,14 +54,16 @@ def kept_by(model, recipe, kind="causal", length=LENGTH):
 # ---- kept activations -----------------------------------------------------------------------------------------------
 
 
+KEPT = [
+    *(("llama", recipe) for recipe in RECIPES),
+    *((kind, "leanest") for kind in ("gemma2", "gpt_neox", "mixtral", "olmo2", "starcoder2")),  # each wiring once
+    # Estimates of a vision-language model have images: below.
+    *((kind, "default") for kind, (family, _) in KINDS.items() if family.backbone and kind != "llama"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [
-        *(("llama", recipe) for recipe in RECIPES),
-        # Estimates of a vision-language model have images: below.
-        *((kind, "default") for kind, (family, _) in KINDS.items() if family.backbone and kind != "llama"),
-        *((kind, "leanest") for kind in ("gemma2", "gpt_neox", "mixtral", "olmo2", "starcoder2")),  # each wiring once
-    ],
+    ("kind", "recipe"), mostly_nightly(KEPT, [case for case in KEPT if case[0] in DISTINCT or case[1] == "leanest"])
 )
 def test_kept_activations_are_those_of_a_real_forward(kind, recipe):
     """By op and tensor; of every family: grouped-query heads, biases, q/k norms, sliding windows."""
@@ -110,19 +114,15 @@ def seeing_step(kind, setup, side):
     return model, {**given, **tokens(model, BATCH, LENGTH, given)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "side", "recipe"),
-    [
-        ("llava", 16, "default"),
-        ("llava", 16, "leanest"),
-        ("llava", 16, "bf16"),
-        ("qwen3_vl", 24, "default"),
-        ("qwen3_vl", 24, "leanest"),
-    ],
-)
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_kept_activations_of_models_that_see(kind, side, frozen, recipe):
+SIDES = {"llava": 16, "qwen3_vl": 24}
+SEEN = [("llava", "default"), ("llava", "leanest"), ("llava", "bf16"), ("qwen3_vl", "default"), ("qwen3_vl", "leanest")]
+SEEN = [(*case, frozen) for frozen in (False, True) for case in SEEN]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "frozen"), mostly_nightly(SEEN, SEEN[::2]))
+def test_kept_activations_of_models_that_see(kind, recipe, frozen):
     """By op and tensor, but for LayerNorms' statistics, which are FP32 on a GPU; in BF16 in all."""
+    side = SIDES[kind]
     setup = Setup({**RECIPES, "bf16": Recipe.bf16()}[recipe], freeze_tower=frozen)
     model, inputs = seeing_step(kind, setup, side)
     predictor = Predictor(model.config, functools.partial(own_loss, side=side))
@@ -142,13 +142,12 @@ def test_kept_activations_of_models_that_see(kind, side, frozen, recipe):
     assert frozen <= all(row[0].startswith(model.overcoat_spec.connector) for row in tower)
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [Setup(), Setup(freeze_tower=True), Setup(freeze_tower=True, accumulation=2)],
-    ids=["trained", "frozen", "accumulated"],
-)
-@pytest.mark.parametrize(("kind", "side"), [("llava", 16), ("qwen3_vl", 24)])
-def test_every_phase_of_a_real_step_with_images(kind, side, setup):
+WITH_IMAGES = list(itertools.product(SIDES, ({}, {"freeze_tower": True}, {"freeze_tower": True, "accumulation": 2})))
+
+
+@pytest.mark.parametrize(("kind", "options"), mostly_nightly(WITH_IMAGES, WITH_IMAGES[::2]))
+def test_every_phase_of_a_real_step_with_images(kind, options):
+    setup, side = Setup(**options), SIDES[kind]
     model, inputs = seeing_step(kind, setup, side)
     prediction = Predictor(model.config, functools.partial(own_loss, side=side)).predict(BATCH, LENGTH, setup)
     optimizer = overcoat.AdamW([p for p in model.parameters() if p.requires_grad], **setup.group)
