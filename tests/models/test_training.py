@@ -51,7 +51,7 @@ def text_loss(model: Any, step: int) -> torch.Tensor:
     return model(input_ids=torch.stack(rows), labels=torch.stack(rows)).loss
 
 
-@pytest.mark.parametrize("kind", every_kind(("llama", "exaone4")))
+@pytest.mark.parametrize("kind", every_kind(("llama",)))
 def test_twenty_steps_end_where_those_in_bf16_do(kind: str) -> None:
     fields = {"logit_scale": 1.0} if kind == "cohere2" else {}  # with its own, 1/16, it learns too slowly
     check(make_model(kind, **fields), make_model(kind, **fields), text_loss)
