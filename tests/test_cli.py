@@ -19,6 +19,7 @@ from rich.panel import Panel
 from overcoat import cli
 from overcoat.train import loop, run
 from overcoat.version import VERSION
+from tests.nightly import mostly_nightly
 from tests.train.runs import names, stop_at
 
 CONFIG = """
@@ -134,7 +135,10 @@ def test_a_missing_extra_names_it(config: str) -> None:
     assert "overcoat train needs the package 'rich': pip install 'overcoat[hf]'" in done.stderr
 
 
-@pytest.mark.parametrize("words", ["train --keys", "estimate --help", "--version"])
+# A command's own words and argparse's.
+@pytest.mark.parametrize(
+    "words", mostly_nightly(["train --keys", "estimate --help", "--version"], ["train --keys", "--version"])
+)
 def test_a_reader_that_leaves_is_no_error(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`overcoat train --keys | head`: here the other end is closed before the first byte."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it argparse itself passes over the error
