@@ -39,7 +39,6 @@ from tests.models.zoo import (
     make_model,
     trained,
 )
-from tests.nightly import mostly_nightly
 
 CORES = ("gpt_oss",)  # sinks, a window, experts: the most that a graph may break at
 
