@@ -32,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda z: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
     "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
     "relu2": lambda z: z.clamp(min=0).square(),
+    "relu": torch.relu,
 }
 
 

@@ -188,6 +188,16 @@ def _relu2(x):
     return positive * positive, positive + positive
 
 
+def relu(x: Tensor) -> Tuple[Tensor, Tensor]:
+    """max(x, 0); what is not a number stays none, in the slope too."""
+    return x.clamp(min=0.0), torch.where(x.isnan(), x, (x > 0).to(x.dtype))
+
+
+@triton.jit
+def _relu(x):
+    return larger(x, 0.0), tl.where(x > 0.0, 1.0, tl.where(x != x, x, 0.0))
+
+
 # CLIP's GELU: x sigmoid(QUICK x).
 QUICK = 1.702
 _QUICK = tl.constexpr(QUICK)
@@ -224,6 +234,7 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(gelu_tanh, _gelu_tanh, 1.41850),  # 1.12899
     "quick_gelu": Activation(quick_gelu, _quick_gelu, 2.39936 / QUICK),  # 1.09984
     "relu2": Activation(relu2, _relu2, math.inf),
+    "relu": Activation(relu, _relu, math.inf),
 }
 # More than the rounding of the hardware's approximate instructions can add to a bound.
 ROUNDING = 1.0 + 2.0**-12

@@ -7,6 +7,7 @@ are not needed. A twin is a layer of the same class, built anew from a small con
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Optional
@@ -100,6 +101,23 @@ class Cloner:
         return x.to(self.device, torch.float32) if x.is_floating_point() else x.to(self.device)
 
 
+def with_parts(cloner: Cloner, module: Any, parts: dict[str, nn.Module]) -> Any:
+    """Return a clone of a module, with other parts in the places of those named."""
+    clone = cloner.layer(module, owned=False)
+    modules = dict(module._modules)
+    vars(clone)["_parameters"] = {}
+    for name in modules:
+        inner = {path[len(name) + 1 :]: part for path, part in parts.items() if path.startswith(f"{name}.")}
+        if name in parts:
+            modules[name] = parts[name]
+        elif inner:
+            modules[name] = with_parts(cloner, modules[name], inner)
+        elif modules[name] is not None:
+            modules[name] = cloner.layer(modules[name])
+    vars(clone)["_modules"] = modules
+    return clone
+
+
 def _origin(hook: Any) -> str:
     return getattr(hook, "__module__", None) or ""
 
@@ -137,7 +155,8 @@ def twin_of(layer: Any, configs: dict[int, Any]) -> Any:
     if getattr(small, "num_experts_per_tok", None) is not None:
         small.num_experts_per_tok = 2
     try:
-        made = original_class(layer)(small, index)
+        cls = original_class(layer)
+        made = cls(small, index) if len(inspect.signature(cls.__init__).parameters) > 2 else cls(small)
     except Exception as error:
         raise UnverifiableError(f"the layer is large, and no small one could be built ({error!r:.80})") from error
     for own, other in zip(_constants(made), _constants(layer), strict=False):

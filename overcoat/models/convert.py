@@ -8,6 +8,7 @@ they know.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -28,11 +29,13 @@ from overcoat.models.family import (
     original_class,
     tower_path,
 )
-from overcoat.models.head import install_head, remove_head, why_head_unsupported
+from overcoat.models.head import LeanLossModel, install_head, remove_head, why_head_unsupported
 from overcoat.models.images import multiply_patches
 from overcoat.models.linear_layers import convert_linears, restore_linears
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
+from overcoat.models.propose import forget_proposed, propose
+from overcoat.models.propose_head import End, propose_end
 from overcoat.models.refusals import why_unsupported
 from overcoat.models.report import LayerReport, Report, parts_of
 from overcoat.models.verify import DIFFERS, verify, verify_again
@@ -168,7 +171,10 @@ class _Head(NamedTuple):
 
 
 def _head_of(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> _Head:
-    whole, reason = model_spec_of(causal), why_head_unsupported(causal)
+    end = End()
+    if recipe.head is not None and model_spec_of(causal) is None and (end := propose_end(causal)).spec is not None:
+        vars(causal).update(overcoat_spec=end.spec, overcoat_family=end.family)
+    whole, reason = model_spec_of(causal), end.reason or why_head_unsupported(causal)
     name = f"{path}.{whole.head if whole is not None else 'lm_head'}".removeprefix(".")
     if recipe.head is None:
         reason = "Recipe.head is None"
@@ -194,6 +200,7 @@ def _convert_layer(
                     f"{kind} again ({reason}). Build the model again and convert it before wrapping"
                 )
             layer.__class__ = original
+        forget_proposed(layer)
         in_fp8 = recipe.fp8 and reason != FILTERED
         return LayerReport(name, kind, False, reason, len(convert_linears(layer, recipe, eval_fp8)) if in_fp8 else 0)
 
@@ -202,10 +209,12 @@ def _convert_layer(
     if filter_fn is not None and not filter_fn(layer, name):
         return left_alone(FILTERED)
     family = family_of(layer)
-    if family is None:
+    if family is None or family.proposed:  # the layer may be another since it was proposed
         if kind in REFUSED:
             return left_alone(f"{kind}: {REFUSED[kind]}")
-        return left_alone(f"{kind} is not supported (docs/models.md lists what is)")
+        family, why = propose(model, name)
+        if family is None:
+            return left_alone(f"{kind}: {why}")
     reason = why_unsupported(layer, family)
     if reason is not None:
         return left_alone(reason)
@@ -216,6 +225,8 @@ def _convert_layer(
         return left_alone(f"{kind}: {verified.difference}")
     if not isinstance(layer, Fp8DecoderLayer):
         layer.__class__ = mixed(Fp8DecoderLayer, original)
+    if family.proposed:
+        layer.overcoat_family = family  # type: ignore[assignment]
     layer.overcoat_verify, layer.overcoat_starts = verify_again, verified.starts  # type: ignore[assignment]
     remember(layer, family.branches(layer, 1))
     layer.overcoat_recipe, layer.overcoat_eval = recipe, eval_fp8  # type: ignore[assignment]
@@ -267,6 +278,8 @@ def _convert_head(end: _Head, recipe: Recipe) -> LayerReport:
     kind = original_class(end.causal).__name__
     if end.reason is not None:
         remove_head(end.causal)
+        if not isinstance(end.causal, LeanLossModel):
+            forget_proposed(end.causal)
         return LayerReport(end.name, kind, False, end.reason)
     install_head(end.causal, recipe)
     gemms = f"e4m3/{recipe.grad_format}" if recipe.head == "fp8" else "in the model's dtype"
@@ -283,7 +296,7 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
-    for mixer, _, in_proj, out_proj, qk_norm, pre, post, layer_scale, *_ in family.branches(layer, 1):
+    for mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, *_ in family.branches(layer, 1):
         ranks = {active.a.shape[0] for linear in (*in_proj, out_proj) for active in active_adapters(linear)}
         extras += [f"LoRA of rank {rank} in the model's dtype" for rank in sorted(ranks)]
         if layer_scale is not None:
@@ -293,7 +306,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
         if post is not None:
             extras.append("norms after" if pre is None else "norms before and after")
         if mixer is None:
-            extras.append("router and experts as they are, in the model's dtype")
+            own = "router and experts as they are" if not family.proposed else f"{type(owner).__name__} as it is"
+            extras.append(f"{own}, in the model's dtype")
             continue
         if not isinstance(mixer, Attention):
             extras += [] if (mixer.activation, mixer.gated) == ("silu", True) else [mixer.activation]
@@ -313,19 +327,26 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
 def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
     """No key/value cache while layers compute in FP8, by a hook on whoever owns the converted layers and calls them."""
     known = {row.name: family_of(model.get_submodule(row.name)) for row in report.layers}
-    decoders = [row for row in report.layers if not ((family := known[row.name]) and family.encoder)]
+    decoders = [row for row in report.layers if not ((f := known[row.name]) and f.encoder and not f.proposed)]
     owners = {_owner(model, row.name): False for row in decoders}
     owners.update({_owner(model, row.name): True for row in decoders if row.converted})
     for path, causal in causal_models(model):
         inside, whole = f"{path}.".removeprefix("."), model_spec_of(causal)
-        if whole and whole.vision and any(row.converted and row.name.startswith(inside) for row in decoders):
-            owners[causal] = True  # SmolVLM makes a cache before it calls the text's owner
+        rows = [row for row in decoders if row.converted and row.name.startswith(inside)]
+        is_proposed = any((family := known[row.name]) and family.proposed for row in rows)
+        if rows and (is_proposed or (whole and whole.vision)):
+            owners[causal] = True  # SmolVLM and BERT make a cache before they call the text's owner
     for owner, has_converted in owners.items():
-        if owner is None:
+        if owner is None or not _takes_use_cache(owner):
             continue
         if has_converted and _no_cache_in_fp8 not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(_no_cache_in_fp8, with_kwargs=True)
         owner.overcoat_eval = eval_fp8 and has_converted  # type: ignore[assignment]
+
+
+def _takes_use_cache(owner: nn.Module) -> bool:
+    taken = inspect.signature(original_class(owner).forward).parameters.values()
+    return any(each.name == "use_cache" or each.kind is each.VAR_KEYWORD for each in taken)
 
 
 def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:

@@ -16,6 +16,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
+from overcoat.block import reference
 from overcoat.block.attention import Attention, Heads, observers
 from overcoat.block.mlp import Mlp
 from overcoat.block.norm import norm_forward
@@ -40,6 +41,27 @@ from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, why_un
 from overcoat.recipe import Recipe
 
 IN_EVAL = "this layer trains in its original precision, in eval(): call train(), or use torch.no_grad() to evaluate"
+
+# What transformers hands on to every layer, and attention or nobody reads.
+ARGUMENTS = (
+    "attention_mask",
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "is_causal",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "num_items_in_batch",
+    "ignore_index",
+    "shift_labels",
+)
 
 # ---- what families are made of ----------------------------------------------------------------------------------
 
@@ -168,7 +190,8 @@ def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block
     for place, (_, _, _, _, pre, *_) in enumerate(made[1:], 1):
         if pre is not None and pre.weight is not None and branches[place].pre is branches[0].pre:
             # torch.compile takes no tensor twice.
-            made[place] = made[place]._replace(pre=pre._replace(weight=pre.weight.view_as(pre.weight)))
+            bias = None if pre.bias is None else pre.bias.view_as(pre.bias)
+            made[place] = made[place]._replace(pre=pre._replace(weight=pre.weight.view_as(pre.weight), bias=bias))
     return Block(tuple(made), family.parallel is not None and family.parallel(layer))
 
 
@@ -176,7 +199,7 @@ def _branch(modules: Modules, family: Family) -> Branch:
     mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, norm_after_residual, _, orders, scale, sinks = (
         modules
     )
-    weights = tuple([None if norm is None else norm_of(norm, family).weight for norm in qk_norm])
+    weights = tuple([None if norm is None else _qk_weight(norm_of(norm, family), mixer, out_proj) for norm in qk_norm])
     if sinks is not None:
         weights = (*weights, getattr(owner, sinks))
     result = _linear((out_proj,), (), scale)
@@ -200,6 +223,15 @@ def _branch(modules: Modules, family: Family) -> Branch:
     )
 
 
+def _qk_weight(norm: Norm, mixer: Any, out_proj: Any) -> Tensor:
+    """Ones for a norm without a weight, which None would leave out (NanoChat)."""
+    if norm.weight is not None:
+        weight: Tensor = norm.weight
+        return weight
+    like = base_of(out_proj).weight
+    return torch.ones(mixer.heads.width, dtype=like.dtype, device=like.device)
+
+
 def _linear(layers: tuple[Any, ...], orders: tuple[Optional[RowPermutation], ...] = (), scale: float = 1.0) -> Linear:
     others = [(place, layer) for place, layer in enumerate(layers) if type(layer) is not nn.Linear]
     bases = [base_of(layer) for layer in layers] if others else layers
@@ -221,13 +253,10 @@ def _linear(layers: tuple[Any, ...], orders: tuple[Optional[RowPermutation], ...
 def norm_of(norm: Any, family: Family) -> Any:
     if norm is None or isinstance(norm, nn.Identity):
         return None
-    if isinstance(norm, nn.LayerNorm):
-        return Norm(norm.weight, norm.bias, float(norm.eps), centered=True)
-    weight = getattr(norm, "weight", None)
-    if family.plus_one:
-        assert weight is not None
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if family.plus_one and weight is not None and type(norm) is not nn.LayerNorm:
         weight = 1.0 + weight.float()
-    return Norm(weight, None, norm_eps(norm), family.centered)
+    return Norm(weight, bias, norm_eps(norm), family.centered or isinstance(norm, nn.LayerNorm))
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
@@ -307,7 +336,7 @@ class Fp8DecoderLayer(Mixin):
             return self._forward(hidden_states, batch, images, kwargs)
         return run_compiled(self, hidden_states, batch, images, kwargs)
 
-    def _forward(self, hidden_states: Tensor, batch: int, images: int, kwargs: dict[str, Any]) -> Tensor:
+    def _forward(self, hidden_states: Tensor, batch: int, images: int, kwargs: dict[str, Any]) -> Any:
         """`forward`, after `rows_of`."""
         own = kwargs
         if self.overcoat_family.inputs is not None:
@@ -335,7 +364,10 @@ class Fp8DecoderLayer(Mixin):
                 f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "
                 "hidden), the model input_ids of (batch, sequence)"
             )
-        heads, by_lengths = branches[0].mixer.heads, own is kwargs and reads_lengths(branches[0].owner.config)
+        heads, by_lengths = (
+            branches[0].mixer.heads,
+            own is kwargs and reads_lengths(getattr(branches[0].owner, "config", None)),
+        )
         window = window_of(branches[0].owner) if is_known or by_lengths or as_starts(mask) is not None else None
         if lengths is None:
             if not is_known and (type(mask).__name__ == "BlockMask" or by_lengths):
@@ -345,7 +377,7 @@ class Fp8DecoderLayer(Mixin):
             mask = None if images else lengths.int()
         called = as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
         block = block_of(called, family, self)
-        tables = Tables(*rotation_of(embeddings if family.rotary else None, hidden_states, block), mask)
+        tables = Tables(*rotation_of(embeddings_of(family, kwargs), hidden_states, block), mask)
         if family.q_scale is not None:
             first = block.branches[0]
             qk_norm = (*first.qk_norm, None, family.q_scale(self, kwargs["position_ids"]).view(-1, 1))
@@ -356,11 +388,11 @@ class Fp8DecoderLayer(Mixin):
         result = run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
         for modules in branches:
             if modules.mixer is None:
-                y = modules.owner(norm_forward(result, norm_of(modules.pre, family), self.overcoat_recipe))
-                result = result + (y[0] if isinstance(y, tuple) else y)  # gpt-oss returns the router's scores as well
+                source = hidden_states if block.parallel else result
+                result = result + as_they_are(modules, family, source, self.overcoat_recipe)
         for observer in observers if watched else ():
             observer.enter(None)
-        return result
+        return (result, *(None,) * (family.results - 1)) if family.results else result
 
     def _fp8_branches(self, batch: int, x: Tensor, given: dict[str, Any]) -> Optional[tuple[Modules, ...]]:
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
@@ -375,7 +407,7 @@ class Fp8DecoderLayer(Mixin):
         reason: Optional[str] = "a key/value cache was asked for (use_cache=True)"
         if cache is None:
             branches, reason = self._checked()
-        if branches is not None and (reason := why_given(branches[0].owner, given)) is None:
+        if branches is not None and (reason := self._why_given(branches, given)) is None:
             self._note("FP8")
             return as_called(branches, batch=batch)
         self._note(f"original precision: {reason}")
@@ -398,6 +430,15 @@ class Fp8DecoderLayer(Mixin):
         if branches is not None and (reason := why_unusable(self, self.overcoat_family, branches)) is not None:
             branches = None
         return branches, reason
+
+    def _why_given(self, branches: tuple[Modules, ...], given: Mapping[str, Any]) -> Optional[str]:
+        family = self.overcoat_family
+        if family.proposed:
+            known = (*ARGUMENTS, *family.given)
+            for name, value in given.items():
+                if value is not None and value is not False and name not in known:
+                    return f"{name} was given, which its layer was not verified with"
+        return why_given(branches[0].owner, given)
 
     def _note(self, ran: str) -> None:
         # A side effect, which compiled code may not have inside of a checkpoint.
@@ -437,6 +478,29 @@ def as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...
         else modules
         for modules in branches
     )
+
+
+def as_they_are(modules: Modules, family: Family, x: Tensor, recipe: Optional[Recipe] = None) -> Tensor:
+    """Return what a branch adds whose module runs by itself, of x (B, S, H). recipe: of the norm before it; None: plain
+    PyTorch."""
+    pre = norm_of(modules.pre, family)
+    if pre is not None and recipe is None:
+        x = reference.norm(x, pre)
+    elif pre is not None and pre.weight is not None and pre.bias is None and not pre.centered:
+        assert recipe is not None
+        x = norm_forward(x, pre, recipe)
+    elif pre is not None:
+        x = modules.pre(x)
+    result = modules.owner(x)
+    y: Tensor = result[0] if isinstance(result, tuple) else result  # gpt-oss returns the router's scores as well
+    y = y if modules.post is None else modules.post(y)
+    return y if modules.scale == 1.0 else modules.scale * y
+
+
+def embeddings_of(family: Family, given: Mapping[str, Any]) -> Any:
+    """cos and sin among a layer's arguments; None where it gets none."""
+    embeddings = given.get("position_embeddings") if family.rotary else None
+    return embeddings if embeddings is None or family.tables is None else family.tables(embeddings)
 
 
 def rotation_of(embeddings: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:

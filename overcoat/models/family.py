@@ -1,8 +1,8 @@
 """The registry of model families: the `FAMILIES` of this folder's files, each of which says what its layers compute.
 
-A family is recognised by the name and module of transformers' class, never by its structure: layers with multipliers,
-without rotation or with another one look the same, and would get wrong gradients. `convert`, the head, the estimate,
-the benchmarks and the tests iterate over `families()`; olmo2.py shows what a file holds.
+A family is recognised by the name and module of transformers' class. Layers of other classes get one that is proposed
+from their structure and verified by numbers (propose.py), as an attribute of the object. `convert`, the head, the
+estimate, the benchmarks and the tests iterate over `families()`; olmo2.py shows what a file holds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ from typing import Any, NamedTuple, Optional
 from torch import nn
 
 from overcoat.block.spec import RowPermutation
+
+
+def never(layer: Any) -> None:
+    """`Family.refused` of most; like the next a function of this file, by whose name layers are pickled."""
+
+
+def one(model: Any) -> float:
+    """`Family.logit_scale` of most."""
+    return 1.0
 
 
 class Modules(NamedTuple):
@@ -62,6 +71,10 @@ class Family(NamedTuple):
         q_scale: a layer, position ids -> what q is multiplied by after the rotation, in their shape.
         logit_scale: a causal model -> what its logits are multiplied by.
         backbone, stack: where the causal model keeps its layers' owner, and that one the layers.
+        tables: what layers are given as position_embeddings -> cos and sin, if these are not the same.
+        results: how many a layer returns in a tuple, of which all but the first are None; 0: no tuple.
+        proposed: whether it was proposed for a layer of another class (propose.py). given: the arguments that such a
+            layer was verified with.
         parts: of a layer that is not transformers': the modules that its parts' classes are in.
         inputs: of such a layer: itself, its input and its other arguments -> the arguments of transformers' layers.
     """
@@ -77,13 +90,17 @@ class Family(NamedTuple):
     parallel: Optional[Callable[[Any], bool]] = None
     encoder: bool = False
     rotary: bool = True
-    refused: Callable[[Any], Optional[str]] = lambda layer: None
+    refused: Callable[[Any], Optional[str]] = never
     q_scale: Optional[Callable[[Any, Any], Any]] = None
-    logit_scale: Callable[[Any], float] = lambda model: 1.0
+    logit_scale: Callable[[Any], float] = one
     backbone: str = "model"
     stack: str = "layers"
     parts: tuple[str, ...] = ()
     inputs: Optional[Callable[[Any, Any, dict[str, Any]], dict[str, Any]]] = None
+    tables: Optional[Callable[[Any], Any]] = None
+    results: int = 0
+    proposed: bool = False
+    given: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -122,7 +139,10 @@ def original_class(module: nn.Module | type[nn.Module]) -> Any:
 
 
 def family_of(module: nn.Module | type[nn.Module]) -> Optional[Family]:
-    """The family whose decoder layer or causal model this is, or None."""
+    """The family whose decoder layer or causal model this is, or None; a proposed one is the object's own."""
+    if not isinstance(module, type) and (own := vars(module).get("overcoat_family")) is not None:
+        proposed: Family = own
+        return proposed
     original = original_class(module)
     for family in families():
         if original.__module__ == family.module and original.__name__ in (family.layer, family.causal):
@@ -250,7 +270,10 @@ def model_specs() -> tuple[ModelSpec, ...]:
 
 
 def model_spec_of(model: nn.Module | type[nn.Module]) -> Optional[ModelSpec]:
-    """Return the `ModelSpec` of a model's class, whatever was mixed in, or None."""
+    """Return the `ModelSpec` of a model's class, whatever was mixed in, or None; a proposed one is the object's own."""
+    if not isinstance(model, type) and (own := vars(model).get("overcoat_spec")) is not None:
+        proposed: ModelSpec = own
+        return proposed
     original = original_class(model)
     found = (each for each in model_specs() if (each.module, each.name) == (original.__module__, original.__name__))
     return next(found, None)

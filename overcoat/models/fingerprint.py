@@ -116,6 +116,12 @@ def _places(layer: nn.Module, modules: list[nn.Module]) -> list[Place]:
         found += called_by_name(function)
     found += [(layer._modules, name) for name in layer._modules]
     names = {name for function in functions for name in names_in(function)}
+    own = vars(layer)
+    found += [
+        (own, name)
+        for name, value in own.items()
+        if not name.startswith(("_", "overcoat")) and isinstance(value, VALUES)
+    ]
     for module in modules:
         own = vars(module)
         found += [(module._modules, name) for name in module._modules]

@@ -93,7 +93,7 @@ class LeanLossModel(Mixin):
 
     overcoat_recipe: Recipe
     overcoat_spec: ModelSpec
-    overcoat_family: Optional[Family]
+    overcoat_family: Optional[Family] = None
     overcoat_checked: Optional[Checked] = None
     overcoat_mask_makers: Any = None  # of whose masks the layers were verified
     # What the last forward in eager mode made: "loss without logits", or "all logits".
@@ -104,8 +104,8 @@ class LeanLossModel(Mixin):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         whole = model_spec_of(cls)
-        assert whole is not None
-        cls.overcoat_spec, cls.overcoat_family = whole, family_of(cls)
+        if whole is not None:  # else the object's own (propose.py)
+            cls.overcoat_spec, cls.overcoat_family = whole, family_of(cls)
         original = original_class(cls).forward
         names = tuple(inspect.signature(original).parameters)[1:]
 

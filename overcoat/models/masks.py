@@ -68,7 +68,7 @@ def window_of(attention: Any) -> int:
 
 def reads_lengths(config: Any) -> bool:
     """True if transformers would compute attention by a kernel that takes lengths instead of a mask."""
-    kind = config._attn_implementation
+    kind = getattr(config, "_attn_implementation", None)
     return kind is not None and "flash" in kind and not kind.startswith("paged|")
 
 

@@ -15,7 +15,7 @@ from overcoat.block.attention import Attention
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import Family, Modules
 from overcoat.models.fingerprint import has_hooks
-from overcoat.models.lora import parts_of, why_not_plain
+from overcoat.models.lora import is_lora, parts_of, why_not_plain
 from overcoat.models.masks import reads_lengths, window_of
 
 # transformers' names of the activations, and ours.
@@ -30,9 +30,10 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "quick_gelu": "quick_gelu",
     "relu2": "relu2",
+    "relu": "relu",
 }
 # Attributes of attention modules and MLPs that say how much is dropped.
-RATES = ("attention_dropout", "residual_dropout", "dropout")
+RATES = ("attention_dropout", "residual_dropout", "activation_dropout", "hidden_dropout", "dropout")
 # Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
 # name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
 ATTENTION = ("sdpa", "eager", "flex_attention", "flex_torchtitan")
@@ -90,7 +91,7 @@ def why_unusable(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
             family.encoder or bool(getattr(getattr(owner, "config", None), "use_bidirectional_attention", False))
         ):
             kind = "attention of all tokens" if modules.mixer.heads.causal else "causal attention"
-            return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
+            return f"{_path(layer, owner)}.is_causal is {modules.mixer.heads.causal}; only {kind} is supported"
     owner = branches[0].owner
     config = getattr(owner, "config", None)
     kind = getattr(config, "_attn_implementation", "sdpa")  # torchtitan's is what `refused` accepted
@@ -136,6 +137,11 @@ def _modules_of(branches: tuple[Modules, ...]) -> list[Any]:
         modules = (owner, *parts, *adapted, out_proj, pre, post, *scales, *around)
         found += [module for module in modules if isinstance(module, nn.Module)]
     return found
+
+
+def is_linear(module: Any) -> bool:
+    """True if the module is a linear layer, or LoRA around one."""
+    return isinstance(module, nn.Linear) or is_conv1d(module) or is_lora(module)
 
 
 def is_conv1d(linear: Any) -> bool:

@@ -13,7 +13,7 @@ families; a wrong eps, activation, multiplier or rotation leaves 87 dB or less. 
 The layer itself is not touched. Its clone shares no parameter: the clone's are random numbers of the same shapes, so
 that weights of zero or one (fresh norms, biases, LoRA's B) hide nothing, and weights that are not there (on the meta
 device, sharded) are not needed. A layer that is large for its device is built anew from a small configuration of the
-same kind ("twin"). What was found holds for all layers of one kind (`_kind`) in this process.
+same kind ("twin"). What was found holds for all layers of one kind (`kind_of`) in this process.
 
     verified to 100 dB and more       the layer trains in FP8
     less, or no comparison possible   its own forward runs; the report says which comparison or why
@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from overcoat.block import reference
 from overcoat.block.spec import Block, Norm, Tables
-from overcoat.models.clone import Cloner, UnverifiableError, fits, twin_of
-from overcoat.models.decoder import as_called, block_of, norm_eps, norm_of, rotation_of
+from overcoat.models.clone import Cloner, UnverifiableError, fits, twin_of, with_parts
+from overcoat.models.decoder import as_called, as_they_are, block_of, embeddings_of, norm_eps, rotation_of
 from overcoat.models.family import Family, ModelSpec, original_class
 from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, called_by_name, has_hooks
 from overcoat.models.lora import base_of
@@ -110,10 +110,10 @@ def _once(layer: Any, family: Family, owner: Any, stack: str, place: int) -> Ver
     """Return what was found for this kind of layer, called by this kind of owner, or find it."""
     if family.inputs is not None:
         return Verified(reason="torchtitan's attention does not run in FP32", trusted=True)
-    kind = _kind(layer, family)
+    kind = kind_of(layer, family)
     key = (kind, None if owner is None else (original_class(owner), *mask_makers([owner]), stack))
     if kind is None or key not in _found:
-        with _undisturbed():
+        with undisturbed():
             try:
                 found = _verify(layer, family, owner, stack, place)
             except UnverifiableError as error:
@@ -135,10 +135,11 @@ def _verify(layer: Any, family: Family, owner: Any, stack: str, place: int) -> V
     configs: dict[int, Any] = {}
     clone = twin_of(layer, configs).to(device) if twin else Cloner(device, configs).layer(layer)
     if owner is not None:
-        scenes = _scenes(owner, family)
+        scenes = scenes_of(owner, family)
         with contextlib.suppress(UncallableError):
             called = {
-                title: _caught(owner, family, stack, place, scene, device, configs) for title, scene in scenes.items()
+                title: caught_call(owner, family, stack, place, scene, device, configs)
+                for title, scene in scenes.items()
             }
             return _worst(clone, family, scenes, called)._replace(twin=twin)
     for half in (False, True):  # tables of half a head's width (gpt-oss)
@@ -179,12 +180,15 @@ EVERY = torch.ones(ROWS, LENGTH, dtype=torch.bool)
 PLAIN_SCENES = {"one row": Scene(1, {}, EVERY[:1]), "several rows": Scene(ROWS, {}, EVERY)}
 
 
-def _scenes(owner: Any, family: Family) -> dict[str, Scene]:
+def scenes_of(owner: Any, family: Family) -> dict[str, Scene]:
     accepted = inspect.signature(original_class(owner).forward).parameters
     found = dict(PLAIN_SCENES)
     if "attention_mask" in accepted and "inputs_embeds" in accepted:
         real = torch.arange(LENGTH) >= torch.tensor([[0], [5], [11]])
         found["padding"] = Scene(ROWS, {"attention_mask": real.long()}, real)
+    longest = getattr(getattr(owner, "config", None), "max_position_embeddings", None) or 0
+    if "position_ids" in accepted and family.proposed and longest > LENGTH:  # what only grows far from 0
+        found["last positions"] = Scene(1, {"position_ids": torch.arange(longest - LENGTH, longest)[None]}, EVERY[:1])
     if "position_ids" in accepted and not family.encoder:
         cuts = torch.tensor(DOCUMENTS)
         positions = torch.cat([torch.arange(int(count)) for count in cuts.diff()])[None]
@@ -192,7 +196,7 @@ def _scenes(owner: Any, family: Family) -> dict[str, Scene]:
     return found
 
 
-def _caught(
+def caught_call(
     owner: Any, family: Family, stack: str, place: int, scene: Scene, device: torch.device, configs: dict[int, Any]
 ) -> dict[str, Any]:
     """Return the arguments, without hidden_states, with which the owner's own forward calls the layer at `place`."""
@@ -223,7 +227,7 @@ def _caught(
     modules = {name: None if part is None else cloner.layer(part) for name, part in others.items()}
     modules[stack] = nn.ModuleList(fakes)
     vars(clone)["_modules"] = modules
-    hidden = torch.zeros(scene.rows, LENGTH, _width(layers[place]), device=device, dtype=torch.float32)
+    hidden = torch.zeros(scene.rows, LENGTH, width_of(owner, layers[place]), device=device, dtype=torch.float32)
     given = {name: x.to(device) for name, x in scene.given.items()}
     first = "inputs_embeds" if "inputs_embeds" in accepted else "hidden_states"
     if first not in accepted and not family.rotary:
@@ -277,8 +281,8 @@ def _made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch
     return given
 
 
-def _width(layer: Any) -> int:
-    config = next((part.config for part in layer.modules() if hasattr(part, "config")), None)
+def width_of(owner: Any, layer: Any) -> int:
+    config = next((part.config for part in (*layer.modules(), owner) if hasattr(part, "config")), None)
     if config is None:
         raise UnverifiableError("the layer has no configuration that says how wide it is")
     return int(config.hidden_size)
@@ -305,7 +309,7 @@ def _compare(clone: Any, family: Family, arguments: dict[str, Any], scene: Scene
     images = arguments.get("cu_seqlens")  # of a tower that takes all images in one row, (T, H)
 
     def own(x: Tensor) -> Tensor:
-        given = {name: _detached(value) for name, value in arguments.items()}
+        given = {name: detached(value) for name, value in arguments.items()}
         result = forward(clone, x if images is None else x[0], **given)
         return (result[0] if isinstance(result, tuple) else result).view(x.shape)
 
@@ -317,12 +321,14 @@ def _compare(clone: Any, family: Family, arguments: dict[str, Any], scene: Scene
         raise UnverifiableError(f"its own forward could not run in FP32 ({error!r:.80})") from error
     mask = images if images is not None else check_mask(arguments.get("attention_mask"), LENGTH)
     ways: dict[str, Any] = {"its own mask": (mask, None)}
+    positions = scene.given.get("position_ids")
+    is_packed = positions is not None and bool((positions.diff() < 0).any())
     if "attention_mask" not in scene.given and not family.encoder:
         window = window_of(family.branches(clone, scene.rows)[0].owner)
-        starts = DOCUMENTS if scene.given else [LENGTH * row for row in range(scene.rows + 1)]
+        starts = DOCUMENTS if is_packed else [LENGTH * row for row in range(scene.rows + 1)]
         # Eager attention of some models, and Qwen2.5-VL's text, do not look for documents in position_ids.
-        is_seen = scene.given and mask is not None and not _sees(mask, DOCUMENTS[1], DOCUMENTS[1] - 1)
-        if family.branches(clone, 1)[0].mixer.heads.causal and (is_seen or not scene.given):
+        is_seen = is_packed and mask is not None and not _sees(mask, DOCUMENTS[1], DOCUMENTS[1] - 1)
+        if family.branches(clone, 1)[0].mixer.heads.causal and (is_seen or not is_packed):
             ways[STARTS] = (torch.tensor(starts, dtype=torch.int32, device=device), window)
     found = {}
     for title, (mask, window) in ways.items():
@@ -348,7 +354,7 @@ def propose(
     branches = family.branches(layer, x.shape[0])
     called = as_called(branches, causal=given.get("is_causal"), window=window)
     block: Block = block_of(called, family, layer)
-    embeddings = given.get("position_embeddings") if family.rotary else None
+    embeddings = embeddings_of(family, given)
     tables = Tables(*rotation_of(embeddings, x, block), mask)
     if family.q_scale is not None:
         first = block.branches[0]
@@ -357,8 +363,7 @@ def propose(
     result = reference.block(x.flatten(0, -2), block, tables).view(x.shape)
     for modules in branches:
         if modules.mixer is None:
-            y = modules.owner(reference.norm(result, norm_of(modules.pre, family)))
-            result = result + (y[0] if isinstance(y, tuple) else y)
+            result = result + as_they_are(modules, family, x if block.parallel else result)
     return result
 
 
@@ -386,9 +391,9 @@ def _sees(mask: Tensor, query: int, key: int) -> bool:
     return bool(shown) if mask.dtype == torch.bool else float(shown) > reference.HIDDEN
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_detached, value))
+        return type(value)(map(detached, value))
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -420,7 +425,7 @@ def verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
     """Return how closely a causal model's own loss agrees with the cross-entropy of scale * lm_head(hidden), shifted:
     the mean over tokens with labels, and the sum by `num_items_in_batch`; loss and gradient of the hidden states."""
     try:
-        with _undisturbed():
+        with undisturbed():
             return _verify_loss(model, spec, scale)
     except Exception as error:
         return Verified(reason=f"{error!r:.100}")
@@ -428,7 +433,7 @@ def verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
 
 def is_rms_norm(norm: Any) -> bool:
     """True if a norm computes x / rms(x) * weight, with its own eps."""
-    with _undisturbed():
+    with undisturbed():
         clone = Cloner(torch.device("cpu"), {}).layer(norm)
         x = torch.randn(9, clone.weight.shape[0], generator=torch.Generator().manual_seed(4))
         try:
@@ -447,8 +452,6 @@ def _verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
         setattr(config, name, text := copy.copy(text))
     text.vocab_size = config.vocab_size = VOCAB
     cpu = torch.device("cpu")
-    clone = Cloner(cpu, configs).layer(model, owned=False)
-    vars(clone).update(vocab_size=VOCAB, _parameters={})
     generator = torch.Generator().manual_seed(3)
     width = 32
     weight, x = (torch.randn(n, width, generator=generator) for n in (VOCAB, ROWS * LENGTH))
@@ -456,7 +459,8 @@ def _verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
     head, stub = nn.Linear(width, VOCAB, bias=False), nn.Module()
     head.weight = nn.Parameter(weight, requires_grad=False)
     vars(stub)["forward"] = lambda *args, **kwargs: _Outputs(leaf)
-    vars(clone)["_modules"] = {spec.text.partition(".")[0]: stub, spec.head: head}
+    clone = with_parts(Cloner(cpu, configs), model, {spec.text.partition(".")[0]: stub, spec.head: head})
+    vars(clone)["vocab_size"] = VOCAB
     ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
     labels = ids.masked_fill(ids < 9, -100)
     worst, compared = math.inf, ""
@@ -476,8 +480,12 @@ def _verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
 # ---- around it ---------------------------------------------------------------------------------------------------
 
 
+def _same(x: Any) -> Any:
+    return x
+
+
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Keep autocast, function modes and TF32 out of the comparison, and leave random states as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     precision = torch.get_float32_matmul_precision()
@@ -488,6 +496,7 @@ def _undisturbed() -> Iterator[None]:
             torch.autocast("cuda", enabled=False),
             torch.autocast("cpu", enabled=False),
             torch.inference_mode(False),
+            torch.autograd.graph.saved_tensors_hooks(_same, _same),  # not those of a checkpoint around the layer
             torch._C.DisableTorchFunction(),  # modes: a default device, or what is on for the moment (refusals.py)
         ):
             yield
@@ -495,7 +504,7 @@ def _undisturbed() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _kind(layer: nn.Module, family: Family) -> Any:
+def kind_of(layer: nn.Module, family: Family) -> Any:
     """Return what decides the numbers of a layer's own forward, whatever its weights: classes, forwards, functions
     called by name, plain attributes, the configuration. None if it has hooks or forwards of its own."""
     found: list[Any] = [value for name, value in family._asdict().items() if name != "samples"]

@@ -184,7 +184,7 @@ def test_backward_straight_to_fp8(tokens, activation, gated, device):
 
 
 @pytest.mark.parametrize("tokens", [7, 150])
-@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False), ("relu2", True)])
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False), ("relu2", True), ("relu", False)])
 def test_block_backward(tokens, activation, gated, device):
     arguments, how, h, expected = backward_case(tokens, activation, gated, device)
     dz, h_t, h_scale = plain_backward(*arguments, None, *how)
@@ -280,7 +280,7 @@ def test_non_finite_reaches_forward_and_backward(bad, activation, gated, device)
         codes, group_amax, top = ops.activation_encode(z, activation, gated, "sqrt8", 128)
         data, scale = ops.activation_quantize(z, top, activation, gated)
         # At -inf GELU has a limit, but its product of inf and 0 is NaN; squared ReLU is zero there.
-        vanishes = activation == "relu2" and bad == -torch.inf and place == 3
+        vanishes = activation in ("relu", "relu2") and bad == -torch.inf and place == 3
         assert vanishes or not (data.float() * scale)[2].isfinite().all()
         dh = torch.ones(4, WIDTH, device=device)
         dz, h_t = plain_backward(dh, codes, group_amax, scale, activation, "sqrt8", 128)

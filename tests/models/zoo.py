@@ -56,7 +56,7 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
         attention_dropout=0.0,
     )
     model = _with_loss(family, {**values, **extra, **overrides}).to(torch.bfloat16)
-    return _unevenly(model, family.plus_one)
+    return unevenly(model, family.plus_one)
 
 
 def _with_loss(family: Family, fields: dict[str, Any]) -> nn.Module:
@@ -74,15 +74,15 @@ def _with_loss(family: Family, fields: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _unevenly(model: nn.Module, plus_one: bool = False) -> nn.Module:
-    norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters()}
+def unevenly(model: nn.Module, plus_one: bool = False) -> nn.Module:
+    norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ and not m._modules for p in m.parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.copy_(torch.randn_like(parameter))
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * torch.randn_like(parameter))
-            elif id(parameter) in norms or "norm" in name or "lambda" in name:
+            elif id(parameter) in norms or "norm" in ".".join(name.split(".")[-2:]) or "lambda" in name:
                 parameter.copy_((not plus_one) + 0.3 * torch.randn_like(parameter))
     return model.train()
 
@@ -156,7 +156,7 @@ def make_encoder(kind: str, layers: int = 2, seed: int = 0, **overrides: object)
         pad_token_id=0,
         attn_implementation="sdpa",
     )
-    return _unevenly(model_class(model_class.config_class(**{**values, **extra, **overrides})))
+    return unevenly(model_class(model_class.config_class(**{**values, **extra, **overrides})))
 
 
 def make_inputs(kind: str, seed: int = 0) -> dict[str, Any]:

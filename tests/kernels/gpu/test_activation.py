@@ -28,7 +28,7 @@ BLOCK_SHAPES += [] if INTERPRETED else [(144, 128), (1, 16), (144, 256), (1000, 
 SHAPES = [(7, 100), (70, 200)] if INTERPRETED else BLOCK_SHAPES
 GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80)]
 BLOCK_GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 64)]
-KINDS = [("silu", True), ("gelu", False), ("gelu_tanh", True), ("quick_gelu", False), ("relu2", False)]
+KINDS = [("silu", True), ("gelu", False), ("gelu_tanh", True), ("quick_gelu", False), ("relu2", False), ("relu", False)]
 # The gradients' format, and whether they are summed for a bias; in 16 bits.
 OUTPUTS = list(zip(FORMATS, (True, False))) if INTERPRETED else list(itertools.product(FORMATS, (True, False)))
 OUTPUTS = [*OUTPUTS, (None, False)]
@@ -114,7 +114,7 @@ def test_no_bad_value_is_passed_over(value, column):
 
 
 @pytest.mark.parametrize("gate", [-1.2784645, 4.0] if INTERPRETED else [-1.2784645, -1e30, 0.0, 1e-30, 4.0, 300.0])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu2", "relu"])
 def test_the_largest_product_is_found_wherever_it_is(gate, activation):
     """Also where it is barely larger than all others, and where the function is far below its group's bound."""
     for row in (0, MANY_ROWS - 1):

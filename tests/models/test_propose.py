@@ -1,0 +1,330 @@
+"""Layers of classes without a family: what is found in them, and that nothing else is taken for it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overcoat
+from overcoat import Recipe
+from overcoat.block.mlp import Mlp
+from overcoat.models import propose, verify
+from overcoat.models.decoder import block_of
+from overcoat.models.family import Family, decoder_layers, family_of
+from tests.models.census import build
+from tests.models.zoo import ENCODERS, assert_equal, every_kind, make_batch, make_encoder, make_model, trained
+
+# By model type: the MLP's activation (None: it runs as it is), and what sets the wiring apart from Llama's.
+FOUND: dict[str, tuple[Any, dict[str, Any]]] = {
+    "stablelm": ("silu", {}),
+    "nanochat": ("relu2", {"tables": propose.backwards}),
+    "phi": ("gelu_tanh", {"parallel": propose.always, "rotated": 8}),
+    "gptj": ("gelu_tanh", {"parallel": propose.always, "tables": propose.backwards, "rope_interleaved": True}),
+    "falcon": ("gelu", {"parallel": propose.always, "results": 2}),
+    "nemotron": ("relu2", {"plus_one": True, "rotated": 8}),
+    "biogpt": ("gelu", {"rotary": False}),
+    "opt": ("relu", {"rotary": False}),
+    "gpt_bigcode": ("gelu_tanh", {"rotary": False}),
+    "jais2": ("relu2", {}),
+    "vaultgemma": ("gelu_tanh", {"plus_one": True}),
+    "hyperclovax": ("silu", {"post": True}),
+    "granite_swa": ("silu", {"sinks": "self_attn.sinks"}),
+    "apertus": (None, {}),
+    "qwen2_moe": (None, {}),
+    "granitemoe": (None, {}),
+    "cohere2_moe": (None, {"parallel": propose.always, "rope_repeated": True}),
+    "flex_olmo": (None, {"full_norm": True, "post": True}),
+    "roberta": ("gelu", {"rotary": False, "norm_after_residual": True}),
+    "whisper": ("gelu", {"rotary": False}),
+}
+IN_CI = ("nanochat", "phi", "gptj", "falcon", "biogpt", "granitemoe", "roberta")
+kinds = pytest.mark.parametrize("kind", FOUND)
+some = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in IN_CI else pytest.mark.nightly) for kind in FOUND]
+)
+
+
+def layers(model: nn.Module) -> list[Any]:
+    return list(decoder_layers(model).values())
+
+
+def family(layer: Any) -> Family:
+    found = family_of(layer)
+    assert found is not None
+    return found
+
+
+@kinds
+def test_layers_of_other_classes_are_found_and_verified(kind: str) -> None:
+    model = build(kind)
+    report = overcoat.convert(model)
+    assert report.converted == list(decoder_layers(model))
+    assert all(each.decibels is not None and each.decibels > verify.LIMIT_DB for each in report.verified.values())
+    activation, expected = FOUND[kind]
+    found = family(layers(model)[0])
+    first, second = found.branches.parts  # type: ignore[attr-defined]
+    assert getattr(second.mixer, "activation", None) == activation
+    known = {**found._asdict(), **first._asdict(), **first.mixer.heads._asdict(), "tables": found.tables}
+    assert {name: bool(known[name]) if value is True else known[name] for name, value in expected.items()} == expected
+
+
+@pytest.mark.parametrize("kind", every_kind())
+def test_what_families_say_is_found_without_them(kind: str) -> None:
+    model = make_model(kind)
+    for name, layer in decoder_layers(model).items():
+        found = propose.propose(model, name)
+        if kind == "ministral3":  # a scale of q that grows with the position
+            assert "self_attn: nearest rotation by halves" in found.reason
+            continue
+        assert found.family is not None, found.reason
+        assert_same(layer, found.family, family(layer))
+
+
+@pytest.mark.parametrize("kind", ["vit", "clip", "siglip", "bert"])
+def test_encoders_are_found_without_their_families(kind: str) -> None:
+    assert kind in ENCODERS
+    model = make_encoder(kind)
+    for name, layer in decoder_layers(model).items():
+        found = propose.propose(model, name)
+        assert found.family is not None, found.reason
+        assert_same(layer, found.family, family(layer))
+
+
+def assert_same(layer: Any, found: Family, known: Family) -> None:
+    one, other = (block_of(each.branches(layer, 2), each, layer) for each in (found, known))
+    assert one.parallel == other.parallel
+    for a, b in zip(one.branches, other.branches, strict=True):
+        assert isinstance(a.mixer, Mlp) == isinstance(b.mixer, Mlp)
+        if a.mixer == b.mixer or a.mixer.heads.rotates:  # else the rows' order is of no matter
+            assert (a.mixer, a.in_proj.orders or (), a.out_proj.scale) == (
+                b.mixer,
+                b.in_proj.orders or (),
+                b.out_proj.scale,
+            )
+        assert (a.pre is None, a.post is None, a.norm_after_residual) == (
+            b.pre is None,
+            b.post is None,
+            b.norm_after_residual,
+        )
+
+
+# ---- what must not be taken for it ------------------------------------------------------------------------------
+
+
+def scaled(layer: Any) -> Any:
+    own = type(layer).forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states + 0.5 * (own(self, hidden_states, *args, **kwargs) - hidden_states)
+
+    return type(layer), forward
+
+
+def more(layer: Any) -> Any:
+    own = type(layer).forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, hidden_states, *args, **kwargs) + 0.01 * hidden_states.tanh()
+
+    return type(layer), forward
+
+
+def warmer(layer: Any) -> Any:
+    own = type(layer.self_attn).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = kwargs["position_embeddings"]
+        return own(self, *args, **{**kwargs, "position_embeddings": (1.01 * cos, 1.01 * sin)})
+
+    return type(layer.self_attn), forward
+
+
+CHANGES = {
+    "scaled": (scaled, "no multiple"),
+    "more": (more, "no multiple"),
+    "warmer": (warmer, "self_attn: nearest rotation"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_layers_that_compute_something_else_are_not_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their numbers: rules that ask who wrote a forward have no say here."""
+    monkeypatch.setattr(propose, "why_unsupported", lambda layer, family: None)
+    model = build("stablelm")
+    change, reason = CHANGES[name]
+    owner, forward = change(layers(model)[0])
+    monkeypatch.setattr(owner, "forward", forward)
+    found = propose.propose(model, "model.layers.0")
+    assert found.family is None
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        ("stablelm", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("biogpt", {"activation_dropout": 0.1}, "activation_dropout is 0.1"),
+        ("gpt_neo", {}, "window_size is 256, which short rows do not show"),
+        ("diffllama", {}, "self_attn: nearest rotation by halves"),
+        ("hunyuan_v1_dense", {}, "self_attn: nearest rotation by halves"),
+        ("mamba", {}, "mixer"),
+        ("big_bird", {}, "block_size is"),
+        ("bart", {"add_cross_attention": True}, "reads what another model makes"),
+    ],
+)
+def test_layers_that_stay_as_they_are_say_why(kind: str, fields: dict[str, Any], reason: str) -> None:
+    model = build(kind, **fields)
+    with pytest.warns(UserWarning, match="no decoder layer trains in FP8"):
+        report = overcoat.convert(model)
+    assert not report.converted
+    assert all(reason in each for each in report.left_alone.values())
+    assert not any("overcoat_family" in vars(layer) for layer in layers(model))
+
+
+def test_an_unknown_activation_runs_as_it_is() -> None:
+    model = build("stablelm")
+    for layer in layers(model):
+        layer.mlp.act_fn = nn.Tanh()
+    report = overcoat.convert(model)
+    assert "StableLmMLP as it is" in report.layers[0].detail
+
+
+# ---- a proposed model in use ------------------------------------------------------------------------------------
+
+
+@some
+def test_a_proposed_model_trains_like_its_original(kind: str) -> None:
+    model = build(kind)
+    inputs = make_batch("left-padded", length=40)
+    exact = trained(copy.deepcopy(model), inputs)
+    report = overcoat.convert(model)
+    found = trained(model, inputs)
+    assert {*report.running().values()} <= {"FP8", "loss without logits"}
+    assert found.keys() == exact.keys()
+    assert abs(found["loss"] - exact["loss"]) < 0.05
+    for name, x in exact.items():
+        if x.dim() > 1 and not any(part in name for part in ("router", "gate")):
+            cosine = torch.cosine_similarity(found[name].float().flatten(), x.float().flatten(), 0)
+            assert cosine > 0.95, name
+
+
+@some
+def test_eval_copies_and_the_way_back(kind: str) -> None:
+    model = build(kind)
+    original, keys = copy.deepcopy(model), list(model.state_dict())
+    overcoat.convert(model)
+    inputs = make_batch(length=20)
+    ids = inputs["input_ids"]
+    expected = model(**inputs).loss
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**inputs).loss, expected)
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model.eval()(input_ids=ids).logits, original.eval()(input_ids=ids).logits)
+    tokens = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids[:, :7], **tokens), original.generate(ids[:, :7], **tokens))
+    assert not overcoat.convert(model.train(), Recipe.bf16()).converted
+    assert torch.equal(model(**inputs).loss, original.train()(**inputs).loss)
+    assert not any({"overcoat_family", "overcoat_spec"} & set(vars(module)) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["biogpt", pytest.param("falcon", marks=pytest.mark.nightly), pytest.param("phi", marks=pytest.mark.nightly)],
+)
+def test_compiles_without_graph_breaks(kind: str) -> None:
+    """Linear layers without a module of their own; a tuple as the result; one LayerNorm for two branches."""
+    model = build(kind)
+    overcoat.convert(model)
+    inputs, compiled = make_batch(length=24), copy.deepcopy(model)
+    for layer in layers(compiled):
+        layer.compile(fullgraph=True, backend="aot_eager")
+    assert_equal(trained(compiled, inputs), trained(model, inputs))
+
+
+def test_what_changes_later_is_noticed() -> None:
+    model = build("stablelm")
+    overcoat.convert(model)
+    model.get_submodule("model.layers.0").mlp.act_fn = nn.GELU()
+    model.get_submodule("model.layers.1").self_attn.scaling = 0.3
+    assert model.get_submodule("model.layers.0").overcoat_ran is None
+    inputs = make_batch(length=20)
+    with pytest.warns(UserWarning, match="mlp.act_fn has changed"):
+        model(**inputs, output_logits=True)
+    with pytest.warns(UserWarning, match="self_attn.scaling has changed"):
+        model(**inputs, output_logits=True)
+    report = overcoat.convert(model, Recipe.paper())
+    assert "gelu" in report.layers[0].detail
+    assert family(layers(model)[1]).branches.parts[0].mixer.heads.scale == 0.3  # type: ignore[attr-defined]
+    model(**inputs)
+    assert {*report.running().values()} == {"FP8", "loss without logits"}
+
+
+def test_arguments_that_were_not_verified_run_the_original() -> None:
+    model = build("whisper")
+    overcoat.convert(model)
+    layer = layers(model)[0]
+    states = torch.randn(2, 5, 64).bfloat16()
+    with pytest.warns(UserWarning, match="encoder_hidden_states was given"):
+        layer(states, encoder_hidden_states=states)
+    assert "encoder_hidden_states" in layer.overcoat_ran
+
+
+@pytest.mark.parametrize("kind", ["phi", "nanochat", "cohere2_moe"])
+def test_large_layers_and_weights_that_are_not_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "LARGE", 0)
+    for module in (propose, verify):
+        monkeypatch.setattr(module, "_found", {})
+    with torch.device("meta"):
+        model = build(kind)
+    report = overcoat.convert(model)
+    assert report.converted
+    assert all(each.twin for each in report.verified.values())
+
+
+# ---- the model's end --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("nanochat", "its logits are no multiple"),  # but capped
+        ("bart", "its end could not be tried"),  # its own cross-entropy
+        ("phi", "lm_head has a bias"),
+        ("granite_swa", None),  # divides logits
+        ("cohere2_moe", None),
+        ("biogpt", None),
+        ("gpt_bigcode", None),
+    ],
+)
+def test_the_loss_without_logits_is_believed_where_it_is_the_same(kind: str, reason: Any) -> None:
+    fields = {"logits_scaling": 0.7} if kind == "granite_swa" else {"logit_scale": 0.7} if kind == "cohere2_moe" else {}
+    model = build(kind, **fields)
+    inputs = make_batch(length=20)
+    report = overcoat.convert(model)
+    assert report.head is not None
+    assert report.head.converted == (reason is None)
+    assert reason is None or reason in report.head.detail
+    if reason is None:
+        lean, full = model(**inputs), model(**inputs, output_logits=True)
+        assert getattr(lean, "logits", None) is None or not isinstance(lean.logits, torch.Tensor)
+        torch.testing.assert_close(lean.loss.float(), full.loss.float(), rtol=2e-3, atol=2e-3)
+
+
+def test_checkpoints_and_later_numbers_of_the_layer_itself() -> None:
+    model = build("granitemoe")
+    overcoat.convert(model)
+    inputs = make_batch(length=20)
+    expected = model(**inputs).loss
+    model.gradient_checkpointing_enable()
+    assert torch.equal(model(**inputs).loss, expected)
+    assert layers(model)[0].overcoat_ran == "FP8"
+    layers(model)[0].residual_multiplier = 0.3
+    with pytest.warns(
+        UserWarning, match="residual_multiplier has changed since it was converted, and its own forward in FP32"
+    ):
+        model(**inputs)
