@@ -167,6 +167,7 @@ def affine_of(width, affine):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @awkward_shapes
 @pytest.mark.parametrize(
     ("affine", "dtype"), [("none", torch.bfloat16), ("weight", torch.float32), ("weight+bias", torch.bfloat16)]

@@ -51,6 +51,7 @@ def test_operands_of_a_block(sizes, columns, counts):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @pytest.mark.parametrize("factor", [1.0, 0.5, 2.0, float("nan")])
 @pytest.mark.parametrize(
     ("sizes", "columns"),

@@ -261,6 +261,7 @@ def test_programs_walk_along_the_tokens(monkeypatch):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @pytest.mark.parametrize("want_sums", [False, True])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("place", [(0, 0), (20, 239), (36, 300), (36, 399)])  # of q, q, k, v

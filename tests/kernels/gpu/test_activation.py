@@ -141,6 +141,7 @@ def test_bound(shape, code, group_size, activation, gated):
         assert_same_bound(gradient(shape, dtype), inputs(shape, gated), activation, gated, code, group_size)
 
 
+@pytest.mark.alternate
 @pytest.mark.parametrize("value", [3e4, torch.nan, -torch.inf])
 @pytest.mark.parametrize("where", ["dh", "gate", "up"])
 @pytest.mark.parametrize(("activation", "gated", "first"), [("silu", True, 0), ("gelu", False, 0), ("relu2", True, 1)])
