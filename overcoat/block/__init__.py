@@ -1,1 +1,1 @@
-"""A decoder block in FP8 as one autograd node: its description (spec), its parts, and the loops that run them."""
+"""A decoder block in FP8 as one autograd node: the description (spec.py), the parts, and the loops (run.py)."""

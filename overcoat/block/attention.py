@@ -1,13 +1,13 @@
-"""Attention as the mixer of a branch: rotary embedding (and q/k norm), softmax attention, and what they save.
+"""Attention as the mixer of a branch: q/k norm, rotary embedding, softmax attention, and the tensors they save.
 
-With `Recipe.kept_attention="8bit"` the fused q/k/v buffer *before* the rotation is saved, q and k in 12 bits, v in 8,
-one group per token and head (2 U for multi-head attention, less with grouped queries).
+With `Recipe.kept_attention="8bit"` the fused q/k/v buffer is saved as it was *before* the rotation: q and k in 12 bits,
+v in 8, one group per token and head (2 U for multi-head attention, less with grouped queries; U as in memory.py).
 
-q and k decode exactly (bf12.py), so the backward takes exp of the forward's own scores. An error there would grow with
-the scores: with 8 bits gradients explode above scores of about 100. v has its code's error, so the backward runs
-attention's forward again: dP - sum(do * o) cancels only if o is made of the same v. So o is not saved. Before v is
-encoded, its token mean is subtracted per head where that lowers max |v|: a bias or an outlier channel cancels in
-attention's gradients, its quantization error would not.
+q and k decode exactly (formats/bf12.py), so the backward recomputes the forward's own scores. An error in them would
+grow under exp: with 8-bit q and k, gradients explode where scores exceed about 100. v decodes with an error, so the
+backward recomputes o from the decoded v: dP - sum(do * o) cancels only if o and dP use the same v. So o is not saved.
+Before v is encoded, its token mean is subtracted per head where that lowers max |v|: a bias or an outlier channel
+cancels in attention's gradients, its quantization error would not.
 
 With "bf16" q, k, v and o are saved in 16 bits, with the log-sum-exp (4 U).
 """
@@ -49,19 +49,19 @@ from overcoat.recipe import Recipe
 
 
 class Heads(NamedTuple):
-    """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm.
+    """Constants of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm.
 
-    full_norm: the q/k norm takes all heads of q together, and of k (OLMo 2), instead of each head (Qwen 3).
-    causal: a token sees those before it, unless the mask is of all pairs.
-    rotates: False: q and k stay as they are (SmolLM3's every fourth layer).
-    rotated: how many of a head's columns rotate, the first ones (Phi); 0: all.
-    rope_interleaved: columns 2 i and 2 i + 1 rotate together, not i and i + rotated / 2 (GLM-4); a column of the tables
-        stands twice in a row if also `rope_repeated` (Cohere).
-    clip: q, k and v are limited to +- this before all else (OLMo); 0: not.
+    full_norm: the q/k norm is over all heads of q (or k) together (OLMo 2); False: over each head (Qwen 3).
+    causal: a token attends to itself and earlier tokens; ignored if the mask covers all pairs.
+    rotates: False if the layer has no rotary embedding (every fourth layer of SmolLM3).
+    rotated: how many of a head's first columns rotate (Phi); 0: all.
+    rope_interleaved: columns 2 i and 2 i + 1 rotate together (GLM-4); False: columns i and i + rotated / 2.
+    rope_repeated: with `rope_interleaved`, the tables hold each angle twice in a row (Cohere).
+    clip: q, k and v are first clamped to [-clip, clip] (OLMo); 0: not.
     softcap: scores are softcap * tanh(score / softcap) (Gemma 2); 0: not.
-    window: a token sees the last `window` tokens up to its own alone, if causal (Mistral, Gemma 3); 0: all, or those of
-        a mask of all pairs.
-    context: the processes between which rows are cut (context.py), or None.
+    window: with `causal`, a token attends to the last `window` tokens, itself included (Mistral, Gemma 3); 0: no limit.
+        Ignored if the mask covers all pairs.
+    context: process group over which rows are split (context.py), or None.
     """
 
     batch: int
@@ -83,9 +83,12 @@ class Heads(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Shared by all layers: cos and sin (P, D), mask or None. Per layer: q/k norm weights (D,), or (heads * D,)
-    where they take all heads together, or None; sinks (num_q,), scores that every query sees besides (gpt-oss);
-    q_scale (P, 1), what q is multiplied by (Ministral 3)."""
+    """Tensors of one layer's attention. cos, sin (P, D) and mask are shared by all layers.
+
+    q_weight, k_weight: q/k norm weights, (D,) or with `Heads.full_norm` (heads * D,), or None.
+    sinks: (num_q,), one extra score per head without a value (gpt-oss), or None.
+    q_scale: (P, 1), factor of q (Ministral 3), or None.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -96,12 +99,15 @@ class Rotary(NamedTuple):
     q_scale: Optional[Tensor] = None
 
 
-# Told of each layer's log-sum-exp (B, num_q, S) while somebody records them (models/recording.py).
+# While models/recording.py records, each observer's `note` is called with every layer's log-sum-exp (B, num_q, S).
 observers: list[Any] = []
 
 
 def rotary_of(tables: Tables, qk_norm: Sequence[Any], heads: Heads) -> Rotary:
-    """Return the kernels' rotation: columns i and i + D / 2 together; columns that do not rotate get cos 1, sin 0."""
+    """Return tables (P, D) in the kernels' layout: columns i and i + D / 2 rotate together.
+
+    Columns that do not rotate get cos 1 and sin 0.
+    """
     cos, sin, mask = tables
     if not heads.rotates:
         cos = cos.new_ones((1, heads.width))
@@ -116,8 +122,10 @@ def rotary_of(tables: Tables, qk_norm: Sequence[Any], heads: Heads) -> Rotary:
 def attend(
     rotated: Tensor, rotary: Rotary, heads: Heads, observed: bool = False, keys: Optional[Tensor] = None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of rotated q, k and v, whose q is scaled where it lies; sinks are part of lse. keys: if known, those of
-    all processes of `Heads.context`."""
+    """Return o (T, num_q * D) and the log-sum-exp (B, num_q, S) with sinks, from rotated q, k and v.
+
+    Multiplies q by `Rotary.q_scale` in place. keys: `gathered` k and v if already there (context parallelism).
+    """
     if rotary.q_scale is not None:
         scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
     if heads.context is None:
@@ -134,16 +142,17 @@ def attend(
 
 
 def _by_head(x: Tensor, heads: Heads) -> Tensor:
-    """(T, num_q * D) as (B, S, num_q, D)."""
+    """Return x (T, num_q * D) as a view (B, S, num_q, D)."""
     return x.view(heads.batch, -1, heads.num_q, heads.width)
 
 
 def scale_q(q: Tensor, factor: Tensor) -> None:
+    """Multiply q (T, num_q * D) in place by factor (P, 1), repeated over rows of P tokens."""
     q.unflatten(0, (-1, factor.shape[0])).mul_(factor.to(q.dtype))
 
 
 def sink_gradient(do: Tensor, o: Tensor, lse: Tensor, sinks: Tensor, heads: Heads) -> Tensor:
-    """A sink has no value: its score's gradient is what the softmax takes from it, -P * sum_d(do * o)."""
+    """Return the gradient of sinks (num_q,): -P * sum_d(do * o), summed over tokens, since a sink has no value."""
     mean = (_by_head(do.float(), heads) * _by_head(o.float(), heads)).sum(3).transpose(1, 2)
     return -((sinks.float()[:, None] - lse).exp() * mean).sum((0, 2)).to(sinks.dtype)
 
@@ -155,8 +164,11 @@ def _observe(lse: Tensor) -> None:
 
 
 class AttentionSaved(NamedTuple):
-    """q/k/v before rotation: codes, lower bits of q and k, maxima, center of v; or in 16 bits, with o and lse. clipped:
-    a bit for each element that `Heads.clip` changed."""
+    """Tensors saved by attention: q/k/v before the rotation, as codes or in 16 bits.
+
+    "8bit": qkv holds codes; lower: the lower bits of q and k; qkv_amax: group maxima; qkv_center: v's subtracted mean.
+    "bf16": qkv, o and lse. clipped: one bit per element of q/k/v that `Heads.clip` changed.
+    """
 
     qkv: Tensor
     lower: Optional[Tensor] = None
@@ -170,8 +182,10 @@ class AttentionSaved(NamedTuple):
 def attention_forward(
     qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor, Tensor, AttentionSaved]:
-    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it, which is overwritten -> o (T, num_q * D), what |o|
-    does not exceed."""
+    """Return o (T, num_q * D), an upper bound of max |o| (0-d), and the saved tensors.
+
+    qkv: (T, (num_q + 2 num_kv) * D), the projections' output; overwritten.
+    """
     cos, sin, _, q_weight, k_weight, *_ = rotary
     clipped = None
     if heads.clip:
@@ -179,14 +193,14 @@ def attention_forward(
         qkv = qkv.clamp_(-heads.clip, heads.clip)
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     if recipe.kept_attention == "bf16":
-        # The bound and not amax(o): both ways to keep attention have one forward, bit for bit. But where sinks take
-        # part, no token has to see itself, and max |v| is no good bound of |o|.
+        # The bound and not amax(o), so that "bf16" and "8bit" have the same forward bit for bit. With sinks max |v| is
+        # a poor bound of |o|: a sink may take most of the softmax.
         rotated, bound = _rotated(qkv, rotary, heads)
         o, lse = attend(rotated, rotary, heads, observed=True)
         bound = bound if rotary.sinks is None else amax(o)
         return o, bound, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
-    # Rotates q and k where they lie, after their norm if it is of single heads.
+    # `qk_rope_encode12_` norms (each head) and rotates q and k in place.
     rotated = _rotated(qkv, rotary, heads)[0] if heads.full_norm else qkv
     if heads.full_norm:
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
@@ -197,18 +211,19 @@ def attention_forward(
 
 
 def _to_bits(flags: Tensor) -> Tensor:
-    """bool (T, N), N a multiple of 8 -> uint8 (T, N / 8)."""
+    """Pack bool (T, N), N a multiple of 8, into uint8 (T, N / 8)."""
     places = torch.arange(8, dtype=torch.uint8, device=flags.device)
     return (flags.unflatten(1, (-1, 8)).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
 
 
 def _from_bits(bits: Tensor) -> Tensor:
+    """Unpack what `_to_bits` packed."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits.unsqueeze(2) >> places) & 1).bool().flatten(1)
 
 
 def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> tuple[Tensor, Tensor]:
-    """q and k normalised and rotated, and v; what |o| does not exceed."""
+    """Return qkv with q and k normalised and rotated, and an upper bound of max |o| (0-d)."""
     cos, sin, _, q_weight, k_weight, *_ = rotary
     if heads.full_norm:
         q, k, v = _split(qkv, heads)
@@ -222,8 +237,10 @@ def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, ...]:
 
 
 class Decoded(NamedTuple):
-    """Inputs of attention's backward: rotated q/k/v, o and lse; with head norms also q/k/v before, else None; k and v
-    of all processes of `Heads.context`."""
+    """Inputs of attention's backward: rotated q/k/v, o and lse.
+
+    inputs: q/k/v before norm and rotation, if there are q/k norms. keys: `gathered` k and v (context parallelism).
+    """
 
     rotated: Tensor
     o: Tensor
@@ -232,20 +249,22 @@ class Decoded(NamedTuple):
     keys: Optional[Tensor] = None
 
 
-def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype) -> Decoded:
+def attention_decode(
+    saved: AttentionSaved, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype
+) -> Decoded:
     """Decode the saved tensors to `dtype` and rotate q and k again; o and lse are saved or recomputed."""
     cos, sin, _, q_weight, k_weight, *_ = rotary
     has_norms = q_weight is not None or k_weight is not None
-    qkv = kept.qkv
-    if kept.lower is None:
-        assert kept.o is not None
-        assert kept.lse is not None
+    qkv = saved.qkv
+    if saved.lower is None:
+        assert saved.o is not None
+        assert saved.lse is not None
         rotated, _ = _rotated(qkv, rotary, heads)
         if rotary.q_scale is not None:
             scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
         keys = None if heads.context is None else gathered(rotated, heads)
-        return Decoded(rotated, kept.o, kept.lse, qkv if has_norms else None, keys)
-    codes, last = kept[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
+        return Decoded(rotated, saved.o, saved.lse, qkv if has_norms else None, keys)
+    codes, last = saved[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
     if has_norms:
         qkv = qk_rope_decode12(*codes, None, None, *last)
         rotated, _ = _rotated(qkv, rotary, heads)
@@ -257,7 +276,7 @@ def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe:
 
 
 def rotated_gradients(do: Tensor, decoded: Decoded, rotary: Rotary, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rotated q and k, and of v, from o's, do (T, num_q * D)."""
+    """Return the gradients of rotated q, rotated k, and v, (T, heads * D) each, from do (T, num_q * D)."""
     rotated, o, lse, _, keys = decoded
     gradients: tuple[Tensor, Tensor, Tensor]
     if keys is not None:
@@ -273,7 +292,7 @@ def rotated_gradients(do: Tensor, decoded: Decoded, rotary: Rotary, heads: Heads
 def qkv_gradient(
     gradients: tuple[Tensor, Tensor, Tensor], inputs: Optional[Tensor], rotary: Rotary, heads: Heads
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """Gradients of qkv and of the q/k norm weights, from `rotated_gradients` and `Decoded.inputs`."""
+    """Return the gradients of qkv and of the q/k norm weights, from `rotated_gradients` and `Decoded.inputs`."""
     cos, sin, _, q_weight, k_weight, *_ = rotary
     if heads.full_norm:
         return _full_norm_gradient(gradients, inputs, rotary, heads)
@@ -300,7 +319,10 @@ def _full_norm_gradient(gradients: Any, inputs: Any, rotary: Rotary, heads: Head
 def qkv_gradient_quantized(
     gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, in_proj: Linear, recipe: Recipe
 ) -> Gradient:
-    """Gradient of qkv straight in both FP8 layouts, without q/k norms; with one scale also its sums, for biases."""
+    """Return the gradient of qkv in both FP8 layouts, never in 16 bits; for layers without q/k norms.
+
+    With one scale per tensor also its sums over tokens, if `in_proj` has biases.
+    """
     arguments = (*gradients, rotary.cos, rotary.sin)
     if recipe.linear_scaling == "block":
         data, scale, data_t, scale_t = qk_rope_backward_blocks(*arguments, recipe.grad_format, heads.num_q)
@@ -311,7 +333,7 @@ def qkv_gradient_quantized(
 
 
 class Attention(NamedTuple):
-    """The core of a branch whose stacked linear layers make q, k and v; `Branch.qk_norm`: `Rotary` from q_weight on."""
+    """The mixer whose stacked linear layers make q, k and v. `Branch.qk_norm`: the fields of `Rotary` from q_weight."""
 
     heads: Heads
 
@@ -322,17 +344,17 @@ class Attention(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the memory report: of the layers before, of each of `saved`, of the norm after."""
+        """Names in the memory report: of the input layers, of each of `saved`, of the norm after."""
         return ("attention input", "attention", "attention output", "attention norm")
 
     def inside(
         self, z: Tensor, branch: Branch, tables: Tables, recipe: Recipe, saved: list[Any]
     ) -> tuple[Tensor, Tensor]:
-        """o, and what |o| does not exceed."""
-        o, o_amax, kept = attention_forward(z, rotary_of(tables, branch.qk_norm, self.heads), self.heads, recipe)
+        """Return o and an upper bound of max |o|, and append to `saved`."""
+        o, o_amax, entry = attention_forward(z, rotary_of(tables, branch.qk_norm, self.heads), self.heads, recipe)
         if self.heads.context is not None:
             share_largest(o_amax, self.heads.context)
-        saved.append(kept)
+        saved.append(entry)
         return o, o_amax
 
     def output(
@@ -344,12 +366,12 @@ class Attention(NamedTuple):
         cached: ForwardScales,
         residual: Optional[Tensor],
     ) -> Tensor:
-        """The output layer's result, plus the residual if given."""
+        """Return the output layer's result, plus the residual if given, and append to `saved`."""
         o, o_amax = inside
-        y, kept = linear_forward(o, branch.out_proj, o.dtype, recipe, o_amax, cached.out_proj, residual)
+        y, entry = linear_forward(o, branch.out_proj, o.dtype, recipe, o_amax, cached.out_proj, residual)
         if branch.out_proj.adapters:
             add_adapters_(y, branch.out_proj, Input(o))
-        saved.append(kept)
+        saved.append(entry)
         return y
 
     def recompute(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], cached: ForwardScales) -> None:
@@ -366,14 +388,15 @@ class Attention(NamedTuple):
         recipe: Recipe,
         out_proj_needs_grad: bool,
     ) -> tuple[Tensor | Gradient, Linear, tuple[Optional[Tensor], ...]]:
-        """Gradients of q, k and v, of the output layer and of the q/k norm weights. Takes what it reads from `saved`.
+        """Return the gradients of q/k/v, of the output layer and of `Branch.qk_norm`; pop two entries of `saved`.
 
-        With one scale per tensor they go straight into FP8, except where a norm of q and k or adapters read them too.
+        q/k/v's is written straight in FP8, unless q/k norms, clipping or adapters read it in 16 bits. With block scales
+        that also needs heads of 128 columns and no biases.
         """
         scales, rotary = saved.pop(), rotary_of(tables, branch.qk_norm, self.heads)
-        kept = saved.pop()
-        decoded, clipped = attention_decode(kept, rotary, self.heads, recipe, dy.dtype), kept.clipped
-        del kept
+        entry = saved.pop()
+        decoded, clipped = attention_decode(entry, rotary, self.heads, recipe, dy.dtype), entry.clipped
+        del entry
         x_t = rebuild_input_t(decoded.o, scales.x_scale) if out_proj_needs_grad else None
         out_proj = linear_backward(dy, x_t, branch.out_proj, scales.w_amax, recipe, dy_amax)
         del x_t

@@ -1,17 +1,17 @@
-"""Causal attention over rows that are cut between the processes of a group (context parallelism).
+"""Causal attention over rows that are split between the processes of a group (context parallelism).
 
-A row of S tokens is cut into 2 C chunks for C processes; process r has the chunks r and 2 C - 1 - r, so that all have
-as many pairs of a query and a key. Here q attends to its own chunk, causally, and to all chunks before it, as two calls
-of the same kernels that whole rows take. Their results are put together by their log-sum-exp:
+A row of S tokens is split into 2 C chunks for C processes. Process r holds chunks r and 2 C - 1 - r, so all processes
+have the same number of query-key pairs. A chunk's q attends to its own chunk, causally, and to all chunks before it:
+two calls of the usual kernels. Their results are combined by their log-sum-exp:
 
     o = sum_i exp(lse_i - lse) o_i,   lse = log sum_i exp(lse_i)
 
-and given that o and lse, the backward of each call is a part of the whole one: parts of dq, dk and dv add up.
+Given this o and lse, the backward of each call yields summands of dq, dk and dv.
 
-k and v are gathered, not passed round a ring: one collective a pass instead of C - 1, kernels on long rows instead of
-C short ones, and no result per step to be put together. It costs a layer's k and v in 16 bits, for as long as it
-computes, 4 * S * num_kv * D bytes a row: 0.5 GiB for 131,072 tokens and Llama-3's 8 heads of 128. Gradients of k and v
-are summed between processes in FP32. What is kept for the backward is of the own tokens alone, in 8 bits as ever.
+k and v are gathered, not passed around a ring: one collective a pass instead of C - 1, and one kernel call on long rows
+instead of C on short ones. While a layer computes, its k and v of all processes take 4 * S * num_kv * D bytes a row in
+16 bits: 0.5 GiB for 131,072 tokens and Llama-3's 8 heads of 128. Gradients of k and v are summed between processes in
+FP32. Each process saves only its own tokens for the backward, in 8 bits as usual.
 
 Legend: B rows, c tokens of a chunk, T = B * 2 c own tokens, S = 2 C c, D head width.
 """
@@ -26,19 +26,19 @@ from torch import Tensor
 
 from overcoat.kernels.attention import PLAIN, Kernel, Three, chosen, heads_of, token_rows
 
-# PyTorch 2.13's names, and 2.11's.
+# The first name is PyTorch 2.13's, the second 2.11's.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def own_part(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(B, S, ...) -> this process' part (B, 2 c, ...)."""
+    """Return this process' two chunks (B, 2 c, ...) of rows (B, S, ...)."""
     chunks, rank = rows.chunk(2 * group.size(), 1), group.rank()
     return torch.cat((chunks[rank], chunks[-1 - rank]), 1)
 
 
 def gathered(qkv: Tensor, heads: Any) -> Tensor:
-    """k and v of all processes (B, S, 2 num_kv * D), from the fused buffer of the own tokens (T, ...)."""
+    """Return k and v of all processes (B, S, 2 num_kv * D), from this process' fused q/k/v buffer (T, ...)."""
     count = heads.context.size()
     own = qkv[:, heads.num_q * heads.width :].contiguous()
     found = own.new_empty((count, heads.batch, 2, len(own) // heads.batch // 2, own.shape[1]))
@@ -47,7 +47,7 @@ def gathered(qkv: Tensor, heads: Any) -> Tensor:
 
 
 def context_attention(qkv: Tensor, keys: Tensor, heads: Any) -> tuple[Tensor, Tensor]:
-    """o (T, num_q * D) and lse FP32 (B, num_q, 2 c) of rotated q in the fused buffer, and `gathered` k and v."""
+    """Return o (T, num_q * D) and lse FP32 (B, num_q, 2 c). qkv: rotated fused buffer; keys: `gathered` k and v."""
     results = []
     for (q, *_), pieces in _chunks(qkv, keys, heads):
         parts = [_kernel(q).forward((q, *kv), None, heads.scale, causal) for kv, causal, _ in pieces]
@@ -57,7 +57,7 @@ def context_attention(qkv: Tensor, keys: Tensor, heads: Any) -> tuple[Tensor, Te
 
 
 def context_attention_backward(do: Tensor, qkv: Tensor, keys: Tensor, o: Tensor, lse: Tensor, heads: Any) -> Three:
-    """Gradients of q, k and v of the own tokens, (T, heads * D) each, from those of o."""
+    """Return the gradients of this process' q, k and v, (T, heads * D) each, from do (T, num_q * D)."""
     dkeys = keys.new_zeros(keys.shape, dtype=torch.float32)
     whole, dq = heads_of(dkeys.flatten(0, 1), heads.batch, 0, heads.num_kv)[1:], []
     for ((q, do_own, o_own), pieces), lse_own in zip(_chunks(qkv, keys, heads, do, o), lse.chunk(2, 2), strict=True):
@@ -77,7 +77,10 @@ def context_attention_backward(do: Tensor, qkv: Tensor, keys: Tensor, o: Tensor,
 
 
 def share_largest(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of FP32 numbers >= 0 over the group, in place; as integers their bits order alike, NaN on top."""
+    """Take the maximum of FP32 numbers >= 0 over the group, in place.
+
+    Their bits compare as integers in the same order, with NaN the largest, so NaN is not lost.
+    """
     dist.all_reduce(value.view(torch.int32), dist.ReduceOp.MAX, group=group)
     return value
 
@@ -87,8 +90,11 @@ def _kernel(q: Tensor) -> Kernel:
 
 
 def _chunks(qkv: Tensor, keys: Tensor, heads: Any, *others: Tensor) -> Any:
-    """Yield for each own chunk: q and `others` (T, num_q * D) as (B, num_q, c, D); and the keys that it attends to, its
-    own chunk and all before it: ((k, v), causal, slice of the row)."""
+    """Yield for each of the two own chunks its queries, and the pieces of keys that they attend to.
+
+    Queries: q and `others` (T, num_q * D), each as (B, num_q, c, D). Pieces: the chunk itself (causal) and all tokens
+    before it, each as ((k, v), causal, slice of the row).
+    """
     group, batch = heads.context, heads.batch
     q, (k, v) = (
         heads_of(qkv, batch, heads.num_q, heads.num_kv)[0],
@@ -103,6 +109,7 @@ def _chunks(qkv: Tensor, keys: Tensor, heads: Any, *others: Tensor) -> Any:
 
 
 def _together(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Combine one or two (o, lse) of the same queries over different keys."""
     if len(parts) == 1:
         return parts[0]
     (o, lse), (other, other_lse) = parts

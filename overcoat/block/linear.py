@@ -6,30 +6,28 @@ With T tokens, K in, N out (kernels/quantize.py has the layouts):
     dx = dy W           dy in the recipe's gradient format (E5M2)
     dW = dy^T x         x rebuilt from its saved 8-bit form, with the forward's scale
 
-Weights that read the same input (q, k, v; gate, up) are one stacked operand of one GEMM. Autograd saves the parameters
-themselves, never their FP8 copies: those are made where they are used and freed. A small block makes all its operands
-at once, since launches take longer than their work (kernels/weights.py); they live for the whole of its forward, and
-transposed for the whole of its backward: one byte for each of its weights.
+Weights that read the same input (q, k, v; gate, up) are stacked into one operand of one GEMM. Autograd saves the
+parameters, never their FP8 copies: these are made just before their GEMM and freed after it. A small block makes all
+its operands at once, since launches would take longer than their work (kernels/weights.py); they live for the whole
+forward, and transposed for the whole backward: one byte per weight.
 
-With `Recipe.linear_scaling="block"` operands have a scale per block instead: 1x128 along the summed axis for x and dy,
-128x128 for W. Then nothing of an operand is saved for the backward, not even its scale: the transposed layouts have
-scales of their own (kernels/blockwise.py).
+With `Recipe.linear_scaling="block"` operands have a scale per block: 1x128 along the summed axis for x and dy, 128x128
+for W. Then the backward reuses no scale of the forward: the transposed layouts have their own (kernels/blockwise.py).
 
-Gathered weights. Under FSDP2 with `fp8_all_gather` (distributed/fp8_all_gather.py) a `GatheredWeight` stands in the
-parameter's place between the all-gather and its last use. To autograd it has the parameter's shape and dtype. It holds
-E4M3 codes, made from the shards with the scale of the stack; an op that would read it as a 16-bit weight is refused.
-Where one process holds all rows, nothing is sent, and it holds the weight itself.
+Gathered weights. Under FSDP2 with `fp8_all_gather` (distributed/fp8_all_gather.py) a `GatheredWeight` replaces the
+parameter between the all-gather and its last use. To autograd it has the parameter's shape and dtype. It holds E4M3
+codes, made from the shards with the scale of the stack; an op that would read it as a 16-bit weight is refused. If one
+process holds all rows, nothing is sent, and it holds the 16-bit weight.
 
-Adapters (LoRA) compute beside the GEMMs in 16 bits, y += scaling * (x A^T) B^T. All adapters that read one input are
-stacked: A's rows one below the other, B block-diagonal, times the scaling. With the layers' output gradient dy:
+Adapters (LoRA) run beside the GEMMs in 16 bits, y += scaling * (x A^T) B^T. All adapters that read one input are
+stacked: the As as rows, the Bs block-diagonal, times the scaling. With the layers' output gradient dy:
 
     h  = x A^T        (T, R)       y  += h B^T
     g  = dy B         (T, R)       dx += g A
     dA = g^T x        (R, K)       dB  = dy^T h, its blocks
 
-They save nothing: the backward decodes x from what the block saves for its norm, or recomputes it for its mixer, and
-computes h again, a GEMM of R columns. dy is needed in 16 bits; its rounding to FP8 would be the largest error of dA
-and dB.
+They save nothing: the backward takes x from the codes saved for the norm or the mixer, and recomputes h, a GEMM of R
+columns. dy stays in 16 bits: its rounding to FP8 would be the largest error of dA and dB.
 
 Legend: T tokens, K in, N out of all stacked layers, R rank of all adapters.
 """
@@ -77,23 +75,23 @@ class GatheredWeight(Tensor):
     """A weight (N, K) held as E4M3 codes alone.
 
     Attributes:
-        held: (N, K) E4M3, in the memory that FSDP2 gathered into; or in 16 bits, the only shard.
+        held: (N, K) E4M3, in the memory that FSDP2 gathered into; or the weight in 16 bits, if there is one shard.
         scale: 0-d FP32, shared by all weights of the stack; or one per block, (N / 128, L4) as in
-            `block_stack_weights`; None if the only shard's block scales are not made yet.
-        w_amax: their maximum, 0-d FP32; None with block scales.
+            `block_stack_weights`; None for a single 16-bit shard with block scales.
+        w_amax: max |weight| of the stack, 0-d FP32; None with block scales.
     """
 
     held: Tensor
     scale: Optional[Tensor]
     w_amax: Optional[Tensor]
-    # The plain functions of `Tensor`: all that happens to it happens in `__torch_dispatch__`.
+    # Ops are handled in `__torch_dispatch__` alone.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, held: Tensor, scale: Optional[Tensor], w_amax: Optional[Tensor], dtype: torch.dtype
     ) -> GatheredWeight:
-        """dtype: what the weight would have travelled in, and its gradient's."""
+        """dtype: the dtype that FSDP2 would have gathered the weight in, and that of its gradient."""
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), dtype=dtype, device=held.device
         )
@@ -103,7 +101,7 @@ class GatheredWeight(Tensor):
         self.held, self.scale, self.w_amax = held, scale, w_amax
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        """For torch.compile, which passes the tensors inside."""
+        """Return the names of the inner tensors and the dtype, for torch.compile."""
         return [name for name in ("held", "scale", "w_amax") if getattr(self, name) is not None], self.dtype
 
     @staticmethod
@@ -130,12 +128,12 @@ class GatheredWeight(Tensor):
 
 
 def is_gathered(linear: Linear) -> bool:
-    """True if these weights were gathered in FP8: all of a stack are, or none."""
+    """True if these weights were gathered in FP8. Either all weights of a stack are, or none."""
     return isinstance(linear.weights[0], GatheredWeight)
 
 
 def gathered_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`operand` (linear.py) of weights that came in FP8: (sum N, K) or (K, sum N) E4M3, their scale, their maximum."""
+    """Return what `operand` returns, of gathered weights: (sum N, K) or (K, sum N) E4M3, scale, maximum."""
     first, rows = linear.weights[0], _rows(linear)
     if first.w_amax is None:
         raise ValueError(CHANGED)
@@ -161,7 +159,7 @@ def _stacked(rows: list[Tensor], transposed: bool) -> Tensor:
 
 
 def gathered_blocks(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
-    """`block_stack_weights` of weights that came in FP8, whose rows are multiples of 128."""
+    """Return what `block_stack_weights` returns, of gathered weights, whose rows are multiples of 128."""
     if linear.weights[0].w_amax is not None:
         raise ValueError(CHANGED)
     rows = _rows(linear)
@@ -176,21 +174,24 @@ def gathered_blocks(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
     return data, F.pad(scale, (0, padded_blocks(data.shape[1]) - scale.shape[1])).contiguous()
 
 
-# A small block has less work, weights times tokens, of which no more than `MANY` count: there the host, which launches,
-# is slower than the GPU. Hidden 2048, some 50 million weights, is small with any number of tokens, a 7B's block, 202
-# million, with one row of 2,048. Elsewhere a byte for each weight would add to the peak, and launches take little.
+# A block is small if weights * min(tokens, MANY) < SMALL: the host launches more slowly than the GPU computes. A block
+# of hidden size 2048 (50 million weights) is small with any number of tokens, a 7B's (202 million) with 2,048. In
+# larger blocks one byte per weight would add to the peak, and launches cost little.
 SMALL, MANY = 2**39, 2**13
 
 
 def stack_weights_of(linear: Linear) -> list[Tensor]:
-    """The weights (N_i, K), rows in the operand's order."""
+    """Return the weights (N_i, K), rows in the operand's order."""
     if not linear.orders:
         return list(linear.weights)
     return [w if order is None else order.take(w) for w, order in zip(linear.weights, linear.orders, strict=True)]
 
 
 def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> Sequence[Tensor]:
-    """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum."""
+    """Return weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum.
+
+    amax: the maximum, if the forward has found it.
+    """
     if linear.operand is not None:
         return linear.operand
     if is_gathered(linear):
@@ -202,24 +203,27 @@ def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> Sequenc
 
 
 def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Weights (N_i, K) as one E4M3 operand in 128x128 blocks, (sum N, K) or (K, sum N), and the blocks' scales."""
+    """Return weights (N_i, K) as one E4M3 operand in 128x128 blocks, (sum N, K) or (K, sum N), and the scales."""
     if is_gathered(linear):
         return gathered_blocks(linear, transposed)
     return block_stack_weights(stack_weights_of(linear), transposed)
 
 
 def with_operands(block: Block, tokens: int, recipe: Recipe, cached: Optional[Sequence[ForwardScales]] = None) -> Block:
-    """The block with the operands of its forward, if it is small; known: what that has found, for those of the
-    backward, which are transposed."""
+    """Return the block with all its FP8 weight operands if it is small, otherwise unchanged.
+
+    cached: the forward's scales; given in the backward, which needs transposed operands.
+    """
     linears = [linear for branch in block.branches for linear in (branch.in_proj, branch.out_proj)]
     if recipe.linear_scaling != "tensor" or len(linears) > OPERANDS or any(map(is_gathered, linears)):
         return block
     weights: list[Any] = []
     for linear in linears:
         weights += linear.weights
-    # Of other kinds (DTensor) the dispatcher says what is wrong: an op asks the first alone.
-    size = sum([w.numel() for w in weights])  # compiled code of a small model need not ask how many tokens there are
+    size = sum([w.numel() for w in weights])
+    # Sizes first: compiled code of a small model then has no guard on the number of tokens.
     is_large = size * MANY >= SMALL and size * tokens >= SMALL
+    # Other types (DTensor) take the usual path, which refuses them: these ops check their first tensor only.
     if is_large or not {*map(type, weights)} <= {Tensor, Parameter}:
         return block
     stacks = [stack_weights_of(linear) for linear in linears]
@@ -236,13 +240,13 @@ def with_operands(block: Block, tokens: int, recipe: Recipe, cached: Optional[Se
     return block._replace(branches=tuple(branches))
 
 
-# Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and
-# its own error is 55 dB and more below a trained model's dgrad, and 48 (worst 41) below its wgrad over 8,192 tokens
-# (accumulation.jsonl). It grows with the number of terms, which wgrad's tokens are, and with their mean: for operands
-# with means of half their deviation it is 36 dB over 8,192 tokens, 28 over 16,384 (docs/research/kernels.md).
+# Fast accumulation in the backward's GEMMs: wgrad is 4 to 7% faster on a hot H200 (gemm.jsonl). Its error is 55 dB or
+# more below a trained model's dgrad, and 48 dB (worst 41) below its wgrad over 8,192 tokens (accumulation.jsonl); FP8's
+# own error is 17 to 27 dB below. It grows with the number of terms (for wgrad, tokens) and with their mean: for means
+# of half the deviation it is 36 dB below over 8,192 tokens, 28 over 16,384 (docs/research/kernels.md).
 FAST_DGRAD = True
 FAST_WGRAD_TOKENS = 8192
-# Told of the operands of products while somebody looks (models/recording.py).
+# While models/recording.py records, each watcher's `saw` is called with the FP8 operands of every GEMM.
 watchers: list[Any] = []
 
 
@@ -253,7 +257,7 @@ def _watch(kind: str, linear: Linear, codes: Tensor, scale: Tensor) -> None:
 
 
 def stack_biases(linear: Linear) -> Optional[Tensor]:
-    """One bias for the stacked weights, zeros where a layer has none; None if no layer has one."""
+    """Return one bias (sum N,) for the stacked weights, zeros where a layer has none; None if no layer has one."""
     weights, biases, orders, scale, *_ = linear
     if not linear.has_bias:
         return None
@@ -267,7 +271,7 @@ def stack_biases(linear: Linear) -> Optional[Tensor]:
 
 
 def linear_block_gemm(x: Quantized, linear: Linear, dtype: torch.dtype, residual: Optional[Tensor] = None) -> Tensor:
-    """y = x W^T + bias + residual (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
+    """Return y = x W^T + bias + residual (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
     weight, scale = block_operand(linear, False)
     _watch("input", linear, x.data, x.scale)
     _watch("weight", linear, weight, scale)
@@ -284,8 +288,10 @@ def linear_gemm(
     w_amax: Optional[Tensor] = None,
     residual: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias + residual of the stacked weights; and, for the backward, the weights' common maximum, found
-    unless given."""
+    """Return y = x W^T + bias + residual (T, N), and the stacked weights' maximum (0-d), for the backward.
+
+    x8: (T, K) E4M3; x_scale: 0-d; w_amax: the maximum if already found.
+    """
     w8, w_scale, w_amax = operand(linear, False, w_amax)
     _watch("input", linear, x8, x_scale)
     _watch("weight", linear, w8, w_scale)
@@ -302,11 +308,11 @@ class LinearGrads(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """An output gradient (T, N) as FP8 operand of both products that read it, made once for both.
+    """An output gradient (T, N) as FP8 operands of the two GEMMs that read it.
 
-    data (T, N), for dgrad, None when that has read it for the last time; transposed (N, P), for wgrad, None where no
-    weight wants a gradient; their 0-d scale; sums (N,) FP32 over the tokens, for biases, or None; dtype of the
-    activations. With block scales `scale` is data's and `scale_t` transposed's.
+    data: (T, N), for dgrad; None once dgrad has run. transposed: (N, P), for wgrad; None if no weight needs a gradient.
+    scale: 0-d, of both; with block scales, of `data`, and scale_t of `transposed`.
+    sums: (N,) FP32, sums over the tokens, for biases; or None. dtype: that of the activations.
     """
 
     data: Optional[Tensor]
@@ -320,7 +326,7 @@ class Gradient(NamedTuple):
 def quantize_gradient(
     dy: Tensor, linear: Linear, recipe: Recipe, dy_amax: Optional[Tensor] = None, want_weights: bool = True
 ) -> Gradient:
-    """dy (T, N), times `Linear.scale`, in the recipe's gradient format; dy_amax: max |dy| if known."""
+    """Return dy (T, N), times `Linear.scale`, in the recipe's gradient format; dy_amax: max |dy| if already found."""
     dy, factor, fmt = dy.contiguous(), linear.scale, recipe.grad_format
     sums = dy.sum(0, dtype=torch.float32) if linear.has_bias else None
     transposed = scale_t = None
@@ -341,14 +347,14 @@ def quantize_gradient(
 
 
 def quantize_blocks_of(dz: Tensor | Gradient, linear: Linear, recipe: Recipe) -> Tensor | Gradient:
-    """With block scales: quantized here, so that dz in 16 bits is gone before the products; but adapters read it."""
+    """Quantize dz now if scales are per block and no adapters read dz, so that its 16-bit copy is freed early."""
     if isinstance(dz, Gradient) or recipe.linear_scaling != "block" or linear.adapters:
         return dz
     return quantize_gradient(dz, linear, recipe)
 
 
 def dgrad(d: Gradient, linear: Linear, w_amax: Optional[Tensor]) -> Tensor:
-    """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
+    """Return dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
     assert d.data is not None
     _watch("gradient", linear, d.data, d.scale)
     if w_amax is None:
@@ -359,7 +365,7 @@ def dgrad(d: Gradient, linear: Linear, w_amax: Optional[Tensor]) -> Tensor:
 
 
 def wgrad(d: Gradient, x_t: Quantized, dtype: torch.dtype) -> Tensor:
-    """dW = dy^T x (N, K), with x as transposed operand (K, P)."""
+    """Return dW = dy^T x (N, K), with x as transposed operand (K, P)."""
     assert d.transposed is not None
     if d.scale_t is not None:
         return block_gemm(d.transposed, x_t.data, d.scale_t, x_t.scale, False, None, dtype)
@@ -375,8 +381,11 @@ def linear_backward(
     recipe: Recipe,
     dy_amax: Optional[Tensor] = None,
 ) -> LinearGrads:
-    """dgrad and wgrad from dy (T, N), quantized already or not. x_t: the input as transposed E4M3 operand (K, P), or
-    None when no weight wants a gradient; dy_amax: max |dy| if known."""
+    """Return all gradients of a linear layer from dy (T, N), in 16 bits or quantized.
+
+    x_t: the input as transposed E4M3 operand (K, P), or None if no weight needs a gradient.
+    dy_amax: max |dy| if already found.
+    """
     d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, linear, recipe, dy_amax, x_t is not None)
     dx = dgrad(d, linear, w_amax)
     stacked = None if x_t is None else wgrad(d, x_t, linear.weights[0].dtype)
@@ -386,7 +395,7 @@ def linear_backward(
 def split_gradients(
     dweight: Optional[Tensor], sums: Optional[Tensor], linear: Linear
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Optional[Tensor], ...]]:
-    """Gradients of each weight and bias from those of the stack."""
+    """Return the gradients of each weight and bias, from dweight (sum N, K) and sums (sum N,) of the stack."""
     weights, biases, orders, *_ = linear
     if len(weights) == 1 and not orders:
         return (dweight,), (None if sums is None or biases[0] is None else sums.to(biases[0].dtype),)
@@ -420,7 +429,7 @@ def linear_forward(
     w_amax: Optional[Tensor] = None,
     residual: Optional[Tensor] = None,
 ) -> tuple[Tensor, OutputSaved]:
-    """x W^T + bias + residual in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
+    """Return x W^T + bias + residual (T, N) in `dtype`, x (T, K); x_amax, w_amax: maxima if already found."""
     if recipe.linear_scaling == "block":
         y = linear_block_gemm(Quantized(*block_quantize(x, "e4m3")), linear, dtype, residual)
         return y, OutputSaved(None, None)
@@ -430,7 +439,7 @@ def linear_forward(
 
 
 def rebuild_input_t(x: Tensor, scale: Optional[Tensor]) -> Quantized:
-    """The input x in 16 bits as transposed E4M3 operand, with the forward's scale if kept."""
+    """Return x (T, K) in 16 bits as transposed E4M3 operand (K, P), with the forward's scale if one was saved."""
     if scale is None:
         return Quantized(*block_quantize_t(x, "e4m3"))
     return Quantized(quantize_t(x, scale, "e4m3"), scale)
@@ -448,23 +457,23 @@ class InputSaved(NamedTuple):
 def stream_linear_forward(
     x: Tensor, in_proj: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
 ) -> tuple[Tensor, InputSaved]:
-    """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
+    """Return x (T, H) times the stacked weights, (T, sum N), and the saved tensors; w_amax: as in `linear_forward`."""
     codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
     y, scales = linear_forward(x, in_proj, x.dtype, recipe, w_amax=w_amax)
     return y, InputSaved(codes, group_amax, *scales)
 
 
 class Input(NamedTuple):
-    """Input of adapters: x (T, K) * scale + shift, (K,) each or None. Both are multiplied into A, which is small."""
+    """Input of adapters: x (T, K) * scale + shift, with scale and shift (K,) or None; they are multiplied into A."""
 
     x: Tensor
     scale: Optional[Tensor] = None
     shift: Optional[Tensor] = None
 
 
-def kept_input(kept: Any, norm: Optional[Norm], recipe: Recipe, dtype: torch.dtype) -> Input:
-    """The input of a branch's first layers, from the codes that it keeps: its norm's output, or the stream itself."""
-    x = group_decode(kept.codes, kept.group_amax, recipe.kept_format, recipe.group_size, dtype)
+def kept_input(saved: Any, norm: Optional[Norm], recipe: Recipe, dtype: torch.dtype) -> Input:
+    """Return the input of a branch's first layers, decoded: its norm's output, or without a norm the stream itself."""
+    x = group_decode(saved.codes, saved.group_amax, recipe.kept_format, recipe.group_size, dtype)
     return Input(x) if norm is None else Input(x, norm.weight, norm.bias)
 
 
@@ -476,7 +485,7 @@ class Stacked(NamedTuple):
 
 
 def stack_adapters(linear: Linear, dtype: torch.dtype) -> Stacked:
-    """In `dtype`, with the rows of b in the operand's order, times the scalings."""
+    """Stack a `Linear`'s adapters in `dtype`; b's rows are in the operand's order, times the scalings."""
     a = torch.cat([adapter.a for adapter in linear.adapters]).to(dtype)
     b = a.new_zeros(sum(_sizes(linear)), a.shape[0])
     for adapter, rows, columns in _places(linear):
@@ -486,35 +495,35 @@ def stack_adapters(linear: Linear, dtype: torch.dtype) -> Stacked:
 
 
 def add_adapters_(y: Tensor, linear: Linear, inputs: Input) -> Tensor:
-    """Adds what adapters make of their input to y (T, N)."""
+    """Add the adapters' result h B^T to y (T, N) in place."""
     a, b = stack_adapters(linear, y.dtype)
     return y.addmm_(_down(a, inputs, y.dtype), b.t())
 
 
 def _down(a: Tensor, inputs: Input, dtype: torch.dtype) -> Tensor:
-    """h (T, R)."""
+    """Return h = x A^T (T, R)."""
     x, scale, shift = inputs
     h = torch.mm(x, (a if scale is None else (a * scale).to(a.dtype)).t())
-    # `to`: under autocast PyTorch's products return another dtype than FP32 tensors'.
+    # `to`: under autocast `torch.mm` of FP32 tensors returns 16 bits.
     return (h if shift is None else h + torch.mv(a.float(), shift.float())).to(dtype)
 
 
 def adapters_backward_(dy: Tensor, dx: Tensor, linear: Linear, inputs: Input) -> tuple[Adapter, ...]:
-    """Adds the adapters' part to dx (T, K), and returns their gradients, from dy (T, N)."""
+    """Add the adapters' part to dx (T, K) in place, and return their gradients, from dy (T, N)."""
     stacked = stack_adapters(linear, dy.dtype)
     g = add_input_gradient_(dy, dx, stacked)
     return adapter_gradients(dy, g, linear, stacked, inputs)
 
 
 def add_input_gradient_(dy: Tensor, dx: Tensor, stacked: Stacked) -> Tensor:
-    """Adds the adapters' part to dx (T, K); returns g (T, R)."""
+    """Add the adapters' part to dx (T, K) in place, and return g = dy B (T, R)."""
     g = torch.mm(dy, stacked.b)
     dx.addmm_(g, stacked.a)
     return g
 
 
 def adapter_gradients(dy: Tensor, g: Tensor, linear: Linear, stacked: Stacked, inputs: Input) -> tuple[Adapter, ...]:
-    """dA and dB of each adapter, from dy (T, N) and g (T, R)."""
+    """Return dA and dB of each adapter, from dy (T, N) and g (T, R)."""
     x, scale, shift = inputs
     da = torch.mm(g.t(), x)
     if scale is not None:
@@ -536,7 +545,7 @@ def _sizes(linear: Linear) -> list[int]:
 
 
 def _places(linear: Linear) -> list[tuple[Adapter, slice, slice]]:
-    """Each adapter, its layer's rows among N, its own columns among R."""
+    """Return each adapter with its layer's rows among N and its own columns among R."""
     ends, places, rank = [0], [], 0
     for size in _sizes(linear):
         ends.append(ends[-1] + size)
@@ -548,6 +557,6 @@ def _places(linear: Linear) -> list[tuple[Adapter, slice, slice]]:
 
 
 def _order(linear: Linear, adapter: Adapter) -> Optional[RowPermutation]:
-    """How b's rows are taken; b is (N, r) where the weight is (K, N), too."""
+    """Return the row permutation of b, or None. b is (N, r) even where the weight is (K, N)."""
     order = linear.orders[adapter.layer] if linear.orders else None
     return None if order is None else order._replace(transposed=False)

@@ -1,8 +1,8 @@
 """The end of a model: the final norm, and a causal model's loss without logits.
 
-Tokens pass in chunks (kernels/loss.py): logits, loss, gradient of the logits in their place, and the two products that
-turn it into the gradients of hidden and weight. Those are ready when the forward ends; the backward only multiplies
-them by the factor that arrives. Peak memory above the inputs: one chunk of logits (256 MiB or so) and the gradients.
+The forward computes a chunk of tokens at a time (kernels/loss.py): logits, loss, the logits' gradient in place, and two
+GEMMs that turn it into the gradients of hidden and weight. The backward only multiplies these by the incoming gradient.
+Peak memory above the inputs: one chunk of logits (about 256 MiB) and the gradients.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from overcoat.kernels.op import check_no_transforms, first_order
 from overcoat.memory import keep
 from overcoat.recipe import GradFormat
 
-# Whether the backward that runs was called with retain_graph=True.
+# True if the running backward was called with retain_graph=True.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the losses; keeps the gradients, which the backward scales in place and hands on."""
+    """Sum of the losses; saves the gradients, which the backward scales in place and returns."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> Tensor:
@@ -36,7 +36,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Optional[Tensor], ...]:
-        # Scaled in place and handed on; a retained graph keeps its own for another backward.
+        # Scaled in place, but cloned if the graph is retained: another backward reads the saved ones again.
         retained = not torch.compiler.is_compiling() and _keeps_graph()
         grads = [None if grad is None else grad.clone() if retained else grad for grad in ctx.saved_tensors]
         for grad in grads:
@@ -59,23 +59,23 @@ def linear_cross_entropy(
     """Cross-entropy of `hidden @ weight.T` against labels (not shifted here), as `F.cross_entropy` defines it.
 
     Args:
-        hidden: (..., H); weight: (V, H) of the same dtype (or whatever, under autocast: its dtype then).
+        hidden: (..., H); weight: (V, H) of the same dtype. Under autocast both are cast to its dtype.
         labels: (...), int64, the class of each hidden state, or `ignore_index`.
-        reduction: "mean" over the labels that are not ignored, or "sum". Without any label the mean is NaN and its
+        reduction: "mean" over the labels that are not ignored, or "sum". If all are ignored the mean is NaN and its
             gradients are zero, as in PyTorch.
         z_loss: weight of an additional log(sum exp)^2 per label (PaLM: 1e-4), which holds the logits near zero.
-        fp8: None, or the format ("e5m2", "e4m3") of the logits' gradient when all three products run in FP8.
-        chunk_tokens: tokens at a time; None takes what 256 MiB of logits hold, at least 2048.
+        fp8: the format ("e5m2", "e4m3") of the logits' gradient, to run all three GEMMs in FP8; None: 16 bits.
+        chunk_tokens: tokens at a time; None: as many as 256 MiB of logits hold, at least 2048.
 
     Returns:
         the loss, 0-d FP32.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or on a CPU a label is outside [0, V). On a GPU that is a
-            device-side assert, as in `F.cross_entropy`: the host does not wait.
+        ValueError: shapes or dtypes do not fit together, or on a CPU a label is neither in [0, V) nor `ignore_index`.
+            On a GPU such a label is a device-side assert, as in `F.cross_entropy`: the host does not wait.
     """
     check_no_transforms()
-    # The meta device, on which overcoat.estimate runs models, has no autocast to ask for.
+    # `is_autocast_enabled` raises for the meta device, on which overcoat.estimate runs models.
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -112,18 +112,18 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
     if labels.is_meta:
         return
-    known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
+    valid = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(known.all(), "a label is neither a token of the vocabulary nor ignore_index")
-    elif not known.all():
+        torch._assert_async(valid.all(), "a label is neither a token of the vocabulary nor ignore_index")
+    elif not valid.all():
         raise ValueError(
-            f"label {int(labels[~known][0])} is neither a token of the vocabulary of {vocabulary} nor "
+            f"label {int(labels[~valid][0])} is neither a token of the vocabulary of {vocabulary} nor "
             f"ignore_index = {ignore_index}"
         )
 
 
 class _FinalNorm(torch.autograd.Function):
-    """Keeps its input as it is, and a number for each token."""
+    """RMSNorm that saves its input in 16 bits, and rstd (T,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,8 +139,10 @@ class _FinalNorm(torch.autograd.Function):
 
 
 def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * (mean(x^2) + eps)^(-1/2) * weight over the last dimension of x (..., H), of the dtype of weight (H,), rounded
-    once. On a GPU that is `F.rms_norm`; on the meta device, where memory is estimated, that would count copies in
-    FP32."""
+    """Return x * (mean(x^2) + eps)^(-1/2) * weight over the last dimension, rounded once.
+
+    x (..., H) and weight (H,) have one dtype. The same as `F.rms_norm` on a GPU; but on the meta device, where memory
+    is estimated, `F.rms_norm` would count FP32 copies.
+    """
     check_no_transforms()
     return _FinalNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)

@@ -1,7 +1,9 @@
 """The second half of an MLP: its activation (gated or not), the second projection, and the residual.
 
-Keeps z, the first projection, in 8-bit groups (I / 2H U, twice that with a gate), and not h = f(z): the backward
-rebuilds h from the codes in the pass that computes the gradient of z (kernels/activation.py).
+Saves z, the first projection's output, in 8-bit groups (I / 2H U, twice that with a gate), and not h = f(z): the
+backward recomputes h in the pass that computes the gradient of z (kernels/activation.py).
+
+Legend: T tokens, I the MLP's width, H hidden width, n groups, U as in memory.py.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from overcoat.recipe import Recipe
 
 
 class MlpSaved(NamedTuple):
-    """Tensors saved by the MLP's second half: z in 8-bit groups, maxima (T, 2 or 1, n), two scales (none per block)."""
+    """Tensors saved by an MLP: z in 8-bit groups, maxima (T, 2 if gated else 1, n); 0-d scales, None per block."""
 
     codes: Tensor
     group_amax: Tensor
@@ -50,8 +52,10 @@ class MlpSaved(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """The core of a branch: h = f(z) of z (T, I), or if `gated` h = f(first half of z) * second half; f: a name in
-    kernels/activation.py."""
+    """The mixer h = f(z) of z (T, I), or if `gated` h = f(first half of z) * second half, z (T, 2 I).
+
+    activation: f's name in kernels/activation.py.
+    """
 
     activation: str
     gated: bool
@@ -63,11 +67,11 @@ class Mlp(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the memory report: of the layers before, of each of `saved`, of the norm after."""
+        """Names in the memory report: of the input layers, of each of `saved`, of the norm after."""
         return ("mlp input", "mlp", "mlp norm")
 
     def inside(self, z: Tensor, _branch: Branch, _tables: Tables, _recipe: Recipe, _saved: list[Any]) -> Tensor:
-        """Nothing of its own: the activation is part of writing the output layer's operand."""
+        """Return z: `output` applies the activation as it writes the output layer's FP8 operand."""
         return z
 
     def output(
@@ -79,25 +83,25 @@ class Mlp(NamedTuple):
         _cached: ForwardScales,
         residual: Optional[Tensor],
     ) -> Tensor:
-        """h W^T + bias + residual (T, N); z has its first projection's bias."""
+        """Return h W^T + bias + residual (T, N) and append to `saved`; z includes the first projection's bias."""
         out_proj = branch.out_proj
         how = (self.activation, self.gated, recipe.kept_format, recipe.group_size)
         if recipe.linear_scaling == "block":
             h8, h_scale, codes, group_amax = activation_block_quantize(z, *how)
             y = linear_block_gemm(Quantized(h8, h_scale), out_proj, z.dtype, residual)
-            kept = MlpSaved(codes, group_amax, None, None)
+            entry = MlpSaved(codes, group_amax, None, None)
         else:
             codes, group_amax, h_amax = activation_encode(z, *how)
             h8, h_scale = activation_quantize(z, h_amax, self.activation, self.gated)
             y, w_amax = linear_gemm(h8, h_scale, out_proj, z.dtype, None, residual)
-            kept = MlpSaved(codes, group_amax, h_scale, w_amax)
+            entry = MlpSaved(codes, group_amax, h_scale, w_amax)
         if out_proj.adapters:
-            add_adapters_(y, out_proj, self._decoded(kept, recipe, z.dtype))
-        saved.append(kept)
+            add_adapters_(y, out_proj, self._decoded(entry, recipe, z.dtype))
+        saved.append(entry)
         return y
 
     def recompute(self, z: Tensor, _branch: Branch, recipe: Recipe, saved: list[Any], cached: ForwardScales) -> None:
-        """Save what `output` saves, without computing its result: its GEMM would be 5% of a block."""
+        """Save what `output` saves, without its GEMM, which would be 5% of a block's time."""
         tokens, parts = z.shape[0], 1 + self.gated
         halves = z.reshape(tokens * parts, z.shape[1] // parts)  # no group spans gate and up
         codes, group_amax = group_encode(halves, recipe.kept_format, recipe.group_size)
@@ -115,22 +119,22 @@ class Mlp(NamedTuple):
         recipe: Recipe,
         out_proj_needs_grad: bool,
     ) -> tuple[Tensor | Gradient, Linear, tuple[()]]:
-        """Gradients of z and of the output layer; the residual's is dy itself. Takes what it reads from `saved`."""
-        kept, out_proj = saved.pop(), branch.out_proj
-        assert kept.group_amax.shape[1] == 1 + self.gated
+        """Return the gradients of z and of the output layer; pop one entry of `saved`."""
+        entry, out_proj = saved.pop(), branch.out_proj
+        assert entry.group_amax.shape[1] == 1 + self.gated
         d = quantize_gradient(dy, out_proj, recipe, dy_amax, out_proj_needs_grad)
-        dh = dgrad(d, out_proj, kept.w_amax)
+        dh = dgrad(d, out_proj, entry.w_amax)
         d = d._replace(data=None)
         if out_proj.adapters:
             stacked = stack_adapters(out_proj, dy.dtype)
             g = add_input_gradient_(dy, dh, stacked)
-        dz, h_t = self._gradient(dh, kept, recipe, branch.in_proj)
-        del dh  # I / H U, which the weight's gradient can use
+        dz, h_t = self._gradient(dh, entry, recipe, branch.in_proj)
+        del dh  # free I / H U before the weight's gradient is allocated
         dweight = wgrad(d, h_t, out_proj.weights[0].dtype) if out_proj_needs_grad else None
         adapters: tuple[Adapter, ...] = ()
         if out_proj.adapters:
-            adapters = adapter_gradients(dy, g, out_proj, stacked, self._decoded(kept, recipe, dy.dtype))
-        del kept, h_t
+            adapters = adapter_gradients(dy, g, out_proj, stacked, self._decoded(entry, recipe, dy.dtype))
+        del entry, h_t
         return (
             quantize_blocks_of(dz, branch.in_proj, recipe),
             Linear(*split_gradients(dweight, d.sums, out_proj), adapters=adapters),
@@ -138,14 +142,14 @@ class Mlp(NamedTuple):
         )
 
     def _gradient(
-        self, dh: Tensor, kept: MlpSaved, recipe: Recipe, in_proj: Linear
+        self, dh: Tensor, saved: MlpSaved, recipe: Recipe, in_proj: Linear
     ) -> tuple[Tensor | Gradient, Quantized]:
-        """Gradient of z, and h as transposed operand.
+        """Return the gradient of z, and h as transposed FP8 operand.
 
-        With one scale per tensor the former goes straight into both FP8 layouts and never exists in 16 bits, unless
-        adapters read it too; with the gradient of a bias of the first projection (`Gradient.sums`).
+        With one scale per tensor and no adapters, z's gradient is written straight in both FP8 layouts, with the
+        first projection's bias gradient (`Gradient.sums`); otherwise it is in 16 bits.
         """
-        codes, group_amax, scale, _ = kept
+        codes, group_amax, scale, _ = saved
         fmt, how = recipe.grad_format, (self.activation, recipe.kept_format, recipe.group_size)
         in_fp8, has_bias = len(in_proj.adapters) == 0, in_proj.has_bias
         if scale is None:
@@ -158,10 +162,10 @@ class Mlp(NamedTuple):
         data, data_t, d_scale, sums, h_t = activation_backward(dh, codes, group_amax, scale, bound, fmt, has_bias, *how)
         return Gradient(data, data_t, d_scale, sums if has_bias else None, dh.dtype), Quantized(h_t, scale)
 
-    def _decoded(self, kept: MlpSaved, recipe: Recipe, dtype: torch.dtype) -> Input:
-        """h (T, I) in 16 bits, for adapters. E4M3's error in it would be up to 1.4 dB of their gradients."""
+    def _decoded(self, saved: MlpSaved, recipe: Recipe, dtype: torch.dtype) -> Input:
+        """Return h (T, I) in 16 bits, for adapters: h in E4M3 would cost their gradients up to 1.4 dB."""
         how = (self.activation, recipe.kept_format, recipe.group_size)
-        return Input(activation_decode(kept.codes, kept.group_amax, *how, dtype))
+        return Input(activation_decode(saved.codes, saved.group_amax, *how, dtype))
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
         """Return `ForwardScales.activation` and `ForwardScales.out_proj` from the last entry of `saved`."""

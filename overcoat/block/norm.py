@@ -1,8 +1,8 @@
-"""Norms before and after a branch's linear layers, and what they keep.
+"""Norms before and after a branch's linear layers, and the tensors they save.
 
 Before: the norm's output is written as the FP8 operand of one GEMM over the stacked layers that read it, and never
-exists in 16 bits. After: the residual plus the norm of the output layer's result, in one pass. Both keep the normalised
-input in 8-bit groups (0.5 U) and rstd, which is enough for the norm's backward and to rebuild its output.
+exists in 16 bits. After: the residual plus the norm of the output layer's result, in one pass. Both save the normalised
+input in 8-bit groups (0.5 U) and rstd: enough for the norm's backward and to recompute its output.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class NormLinearSaved(NamedTuple):
 def norm_linear_forward(
     x: Tensor, y: Optional[Tensor], norm: Norm, in_proj: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
 ) -> tuple[Tensor, Tensor, NormLinearSaved]:
-    """x (T, H), or in the same pass x + y, and its norm times the stacked weights (T, sum N). w_amax: the weights'
-    maximum if known."""
+    """Return x (T, H), or x + y if y is given; its norm times the stacked weights (T, sum N); and the saved tensors.
+
+    w_amax: the weights' maximum (0-d) if already found.
+    """
     code, (first, residual) = (recipe.kept_format, recipe.group_size), (x, None) if y is None else (y, x)
     if recipe.linear_scaling == "block":
         y8, y_scale, codes, group_amax, rstd, *total = norm_block_quantize(first, residual, *norm, *code)
@@ -69,8 +71,10 @@ def in_proj_backward(
     recipe: Recipe,
     want_weights: bool,
 ) -> LinearGrads:
-    """Gradients of the norm's output, or without a norm of the residual stream, and of the linear layers that read it.
-    It is their transposed E4M3 operand again, with the forward's scale if kept."""
+    """Return the gradients of the linear layers, and of their input: the norm's output, or without a norm the stream.
+
+    For the weights' gradient the input is rebuilt as transposed E4M3 operand, with the forward's scale if saved.
+    """
     x_t = None
     if want_weights:
         weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
@@ -91,7 +95,7 @@ class NormSaved(NamedTuple):
 
 
 def norm_after_forward(y: Tensor, residual: Tensor, norm: Norm, recipe: Recipe) -> tuple[Tensor, NormSaved]:
-    """residual + norm(y), both (T, H)."""
+    """Return residual + norm(y), both (T, H), and the saved tensors."""
     x, *saved = add_norm_encode(y, residual, *norm, recipe.kept_format, recipe.group_size)
     return x, NormSaved(*saved)
 
@@ -99,8 +103,10 @@ def norm_after_forward(y: Tensor, residual: Tensor, norm: Norm, recipe: Recipe) 
 def input_gradient(
     dy: Tensor, dresidual: Optional[Tensor], saved: NormLinearSaved | NormSaved, norm: Norm, recipe: Recipe
 ) -> tuple[Tensor, Norm, Tensor]:
-    """Gradients of a norm's input (with dresidual added, if given) and of its parameters from dy, its output's; and
-    the largest of the former, for the product that reads it next."""
+    """Return the gradient dx of a norm's input, the gradients of its parameters, and max |dx| for the next GEMM.
+
+    dy: the output's gradient (T, H); dresidual: (T, H), added to dx if given.
+    """
     dx, dweight, dbias, dx_amax = norm_backward(
         dy, saved.codes, saved.group_amax, saved.rstd, norm.weight, dresidual, norm.centered, norm.bias is not None,
         recipe.kept_format, recipe.group_size,
@@ -112,13 +118,13 @@ def input_gradient(
 
 
 class _Norm(torch.autograd.Function):
-    """A norm whose result no FP8 product reads; keeps its normalised input in 8-bit groups (0.5 U), rstd."""
+    """A norm whose result no FP8 GEMM reads; saves its normalised input in 8-bit groups (0.5 U), and rstd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, recipe: Recipe) -> Tensor:
         y, rstd = rms_norm(x, weight.to(x.dtype), eps)
         codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
-        # A token's codes are relative to its maxima: times rstd, these are the normalised input's.
+        # Codes are relative to their group's maximum, so scaling the maxima by rstd makes them codes of x * rstd.
         group_amax = (group_amax * rstd[:, None]).to(group_amax.dtype)
         keep(ctx, "norm", codes=codes, group_amax=group_amax, rstd=rstd, weight=weight)
         ctx.recipe = recipe
@@ -134,6 +140,6 @@ class _Norm(torch.autograd.Function):
 
 
 def norm_forward(x: Tensor, norm: Norm, recipe: Recipe) -> Tensor:
-    """RMSNorm of x (..., H) in its own dtype, for a module that runs as it is."""
+    """Return the RMSNorm of x (..., H) in x's dtype, for a norm outside FP8 blocks."""
     assert norm.weight is not None
     return _Norm.apply(x.flatten(0, -2), norm.weight, norm.eps, recipe).view(x.shape)

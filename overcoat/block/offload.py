@@ -1,19 +1,18 @@
-"""Kept activations in host memory: what a block keeps leaves the GPU after its forward, comes back for its backward.
+"""Activation offloading: a block's saved tensors move to host memory after its forward, and back for its backward.
 
     current stream    [block 0 fwd] [block 1 fwd] [block 2 fwd] ...  [block 2 bwd] [block 1 bwd] [block 0 bwd]
     to host                         [of block 0 ...........]
     to device                                                        [of block 0 ...........]
 
-A block's tensors have the time of `AHEAD` offloaded blocks to leave, and as much to come back: two blocks if all are
-offloaded, four if every second one is (`Offload.ahead`). After the forward of the block so many behind it the current
-stream waits for the copy and their memory is free; before the backward of that same block the copy back begins. So
-about two blocks are under way, and memory is given back at a fixed place in the stream's order: `Tensor.record_stream`
-would give it back when the host happens to look, and a host runs far ahead.
+A copy may overlap `Offload.ahead` blocks each way: two if all blocks are offloaded, four if every second one is. After
+the forward of the block that far ahead the current stream waits for the copy and the device memory is freed; before
+that block's backward the copy back begins. So about two blocks' tensors are in transit, and memory is freed at a fixed
+place in the stream's order. `Tensor.record_stream` would free it at a time that depends on how far the host runs ahead.
 
-Moved is what the block made itself: no parameter, no table or mask that all blocks share, nothing below `LEAST_BYTES`.
-Autograd's hooks on the saved tensors (`SavedTensor.register_hooks`) say how long it may be asked for it; then the host
-buffer goes back to a pool. So a second backward, several forwards before one, and dropped graphs need no care. Events
-order the streams; the host waits for nothing, but where the pool grows (in the first step).
+Only the block's own tensors are moved: no parameters, no tables or masks that all blocks share, nothing below
+`LEAST_BYTES`. Hooks on the saved tensors (`SavedTensor.register_hooks`) keep the host buffer alive as long as autograd
+may read it; then it returns to a pool. So a second backward, several forwards before one, and dropped graphs need no
+special case. Events order the streams; the host waits only while the pool grows (in the first step).
 
 On a CPU the same code copies from memory to memory, and on the meta device it only counts.
 """
@@ -35,31 +34,31 @@ from torch import Tensor
 from overcoat.memory import without_hooks
 from overcoat.pinned_memory import Buffer, Pool, host_buffer, packed
 
-# Offloaded blocks that are under way, and the most blocks, offloaded or not, that a copy may take. At 4 x 2048 tokens a
-# block of Llama-2-7B on an H200 takes 4 ms forward and 8 ms backward, the copy of what it keeps 10 ms (PCIe 5.0).
+# Offloaded blocks in transit, and the most blocks, offloaded or not, that a copy may overlap. At 4 x 2048 tokens on an
+# H200 a block of Llama-2-7B takes 4 ms forward and 8 ms backward, the copy of its saved tensors 10 ms (PCIe 5.0).
 AHEAD, MOST_AHEAD = 2, 4
 # Smaller tensors stay on the device.
 LEAST_BYTES = 64 * 2**10
 KEEPS_NONE = (
-    "this layer was chosen to keep its tensors in host memory (Recipe.offload_blocks), and keeps none: nothing in or "
-    "before it is trained. Call overcoat.convert(model, recipe) again, which chooses from the layers that keep some; "
+    "this layer was chosen to save its tensors in host memory (Recipe.offload_blocks), but saves none: nothing in or "
+    "before it is trained. Call overcoat.convert(model, recipe) again, which chooses among layers that save tensors; "
     "run a model that is frozen as a whole under torch.no_grad()"
 )
 
 
 class Offload(NamedTuple):
-    """places: the blocks that keep their tensors in host memory. ahead: blocks whose forward a copy may take."""
+    """places: indices of the blocks whose saved tensors are offloaded. ahead: blocks that a copy may overlap."""
 
     places: set[int]
     ahead: int
 
 
 def choose_blocks(count: int | Literal["all"], blocks: int, tower: int = 0) -> Offload:
-    """Choose which of `count` blocks save their tensors in host memory.
+    """Choose which `count` of `blocks` blocks save their tensors in host memory.
 
-    Evenly spread: then the copies overlap with the forwards in between as well. Not the last ones, whose tensors would
-    come back before they have left. Of a vision tower's blocks, the first `tower`, as many as the others do not make
-    up: they keep little, and are done before a large copy is.
+    They are spread evenly, so that copies also overlap the blocks between. The last ones are left out: their tensors
+    would come back before they have left. The first `tower` blocks are a vision tower's; these are chosen only if the
+    others are too few: they save little, and finish before a large copy does.
     """
     others, able = blocks - tower, max(blocks - AHEAD, 0)
     needs_grad = able if count == "all" else min(count, able)
@@ -70,7 +69,7 @@ def choose_blocks(count: int | Literal["all"], blocks: int, tower: int = 0) -> O
 
 
 def _spread(needs_grad: int, able: int) -> set[int]:
-    """So many of `able` places, evenly."""
+    """Return `needs_grad` of the places 0 to able - 1, spread evenly."""
     return {place for place in range(able) if -(-(place + 1) * needs_grad // able) > -(-place * needs_grad // able)}
 
 
@@ -87,7 +86,7 @@ class _Offloaded:
         self._send(tensors)
 
     def host(self) -> list[Tensor]:
-        """The buffer as tensors of bytes."""
+        """Return the buffer as one uint8 tensor per saved tensor; [] on the meta device."""
         memory = self.buffer.memory
         if memory is None:
             return []
@@ -102,13 +101,13 @@ class _Offloaded:
             self.sent = done()
 
     def leave(self) -> None:
-        """Free the device's memory, once the copy has ended."""
+        """Free the device memory once the copy to the host has ended."""
         if self.on_device is not None and self.arrived is None:
             self.transfers.wait_for(self.sent)
             self.on_device = None
 
     def fetch(self) -> None:
-        """Begin to copy back what is not on the device."""
+        """Begin to copy the tensors back, unless they are on the device."""
         if self.on_device is not None:
             return
         device = self.transfers.device
@@ -123,7 +122,7 @@ class _Offloaded:
         self.on_device = tensors
 
     def tensor(self, place: int) -> Tensor:
-        """One of the tensors, on the device."""
+        """Return one of the tensors, on the device."""
         self.fetch()
         self.transfers.wait_for(self.arrived)
         assert self.on_device is not None
@@ -133,7 +132,7 @@ class _Offloaded:
         if sys.is_finalizing():
             return
         if self.arrived is not None:
-            self.reader.wait_event(self.arrived)  # the next owner of the device's memory may write at once
+            self.reader.wait_event(self.arrived)  # the next owner of the device memory may write at once
         self.transfers.pool.free.append(self.buffer)
 
 
@@ -142,8 +141,10 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class Transfers:
-    """State that all blocks of one device share: streams, host buffers, the blocks that ran last. on_fetch: called with
-    every tensor that is allocated, for memory accounting."""
+    """State that all blocks of one device share: streams, host buffers, the blocks that ran last.
+
+    on_fetch: called with every tensor that is allocated for a copy back, for memory accounting.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -157,20 +158,23 @@ class Transfers:
     def _make(self, size: int) -> Optional[Tensor]:
         if self.device.type == "meta":
             return None
-        return host_buffer(size, self.is_cuda, "kept activations", "a smaller Recipe.offload_blocks")
+        return host_buffer(size, self.is_cuda, "saved activations", "a smaller Recipe.offload_blocks")
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self.device) if self.is_cuda else None
 
     def wait_for(self, event: Any) -> None:
-        """The current stream waits."""
+        """Make the current stream wait for an event, if any."""
         if event is not None:
             self.current().wait_event(event)
 
     @contextlib.contextmanager
     def copying(self, direction: str, after: Any) -> Iterator[Callable[[], Any]]:
-        """Inside, copies run on a stream of their own, behind the current one and the event `after` (which the current
-        one has waited for already, unless blocks run on several). Yields a function that records an event there."""
+        """Run copies on the stream of `direction`, after the current stream and the event `after`.
+
+        Yields a function that records an event on it. Waiting for `after` matters only if blocks run on several
+        streams; otherwise the current stream has waited for it.
+        """
         if not self.is_cuda:
             yield lambda: None
             return
@@ -187,7 +191,10 @@ class Transfers:
         return _Offloaded(self, tensors, self.pool.take(size), ahead)
 
     def follow(self, y: Tensor, offloaded: Optional[_Offloaded]) -> None:
-        """A block has returned y and left `offloaded`: the one `ahead` before it has had its time, each way."""
+        """Called when a block has returned y: end the copy of the block `ahead` before it, now and in the backward.
+
+        That block's device memory is freed, and a hook on y begins its copy back. offloaded: this block's own tensors.
+        """
         for age, before in enumerate(reversed(self.recent), start=1):
             earlier = None if before is None else before()
             if earlier is not None and before is not None and earlier.ahead == age:
@@ -214,7 +221,7 @@ def transfers(device: torch.device) -> Transfers:
 
 @contextlib.contextmanager
 def separate(device: torch.device) -> Iterator[Transfers]:
-    """Inside, a device has new transfers, so that what a model needs can be counted."""
+    """Give a device new `Transfers` inside the context, so that the needs of one model can be counted."""
     before = _transfers.pop(device, None)
     try:
         yield transfers(device)
@@ -225,19 +232,19 @@ def separate(device: torch.device) -> Iterator[Transfers]:
 
 
 def offload_active(ahead: Optional[int], x: Tensor) -> TypeGuard[int]:
-    """True if a layer with this input takes part in offloading, by `Fp8DecoderLayer.overcoat_offload`."""
-    # Neither the compiler nor a captured graph knows of the copies.
+    """True if a layer with input x takes part in offloading; ahead: `Fp8DecoderLayer.overcoat_offload`."""
+    # Neither torch.compile nor CUDA graph capture can record the copies.
     is_recorded = torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     return ahead is not None and not is_recorded
 
 
 def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> Tensor:
-    """Run a block of a model of which some are offloaded.
+    """Run a block of a model in which some blocks are offloaded, and return its result.
 
     Args:
         block: returns the result of one autograd node.
-        num_inputs: the first tensors that the node saves, which are not its own.
-        ahead: blocks whose forward the copy of what it keeps may take; 0: it stays on the device.
+        num_inputs: how many of the node's saved tensors, the first ones, are its inputs; they are not moved.
+        ahead: blocks that the copy to the host may overlap; 0: this block is not offloaded.
     """
     offloaded = None
     with without_hooks() as note:
@@ -261,7 +268,7 @@ def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> T
 
 
 def advance_offload(y: Any, offloaded: Optional[_Offloaded] = None) -> None:
-    """A layer has returned y, in FP8 or not: `Transfers.follow`, if there will be a backward."""
+    """Call `Transfers.follow` after any layer, in FP8 or not, whose result y requires a gradient."""
     if isinstance(y, Tensor) and y.requires_grad:
         transfers(y.device).follow(y, offloaded)
 

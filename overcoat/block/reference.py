@@ -4,10 +4,10 @@ A block is a list of residual branches. Each normalises the stream x, multiplies
 gate and up), computes something between them (attention, or an activation), multiplies by one output layer, and adds
 the result to x:
 
-    x = x + post(out(mixer(into(pre(x)))))
+    x = x + post(out_proj(mixer(in_proj(pre(x)))))
 
-`run.py` computes the same in FP8, its backward by hand; here autograd does. `block` says what a `Block` means:
-tests hold the FP8 block against it in FP64, models/verify.py a model's own layer in FP32.
+`run.py` computes the same in FP8, with a hand-written backward; here autograd derives it. `block` defines what a
+`Block` computes: tests compare the FP8 block with it in FP64, models/verify.py a model's own layer in FP32.
 
 Legend: T = B * S tokens of B rows, H hidden width, D head width, Q and KV heads of q and of k and v, N a layer's
 outputs, I the MLP's width.
@@ -49,7 +49,7 @@ def block(x: Tensor, spec: Block, tables: Tables) -> Tensor:
 
 
 def norm(x: Tensor, spec: Optional[Norm]) -> Tensor:
-    """Return x (..., H) divided by the root of its mean square; `centered`: less its mean before. None: x itself."""
+    """Return the RMSNorm (`centered`: LayerNorm) of x (..., H); x itself if spec is None."""
     if spec is None:
         return x
     weight, bias, eps, centered = spec
@@ -130,10 +130,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def visible_pairs(mask: Any, heads: Heads, batch: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which keys each query sees, bool (B or 1, Q or 1, S, S), and what is added to the scores (zero or alike).
+    """Return which keys each query sees, bool (B or 1, Q or 1, S, S), and what is added to the scores (or 0-d zero).
 
-    mask: None; bool or additive of all pairs (B or 1, Q or 1, S, S), instead of `causal` and `window`; or `starts`
-    (kernels/attention.py), int32 (documents + 1,), the tokens at which documents begin.
+    mask: None; bool or additive over all pairs (B or 1, Q or 1, S, S), which replaces `causal` and `window`; or
+    `starts` (kernels/attention.py), int32 (documents + 1,), the tokens at which documents begin.
     """
     nothing = torch.zeros((), device=device)
     if mask is not None and mask.dtype == torch.bool:

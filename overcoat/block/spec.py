@@ -7,14 +7,14 @@
     parallel (GPT-NeoX)     x = x + sum of all branches of the same x
 
 `Block` holds the parameters themselves. An `autograd.Function` sees only tensors among its own arguments, so the
-parameters are passed as one flat list (`tensors_of`) beside the same block without them (`without_tensors`), and are
-put together again inside (`with_tensors`). Gradients return the same way: a `Branch` of gradients, by the same names.
+parameters are passed as one flat list (`tensors_of`) next to the block without them (`without_tensors`), and are
+put together again inside (`with_tensors`). Gradients return the same way: as a `Branch` with the same fields.
 
 `RowPermutation` reorders the rows of a weight. Kernels have one layout: (q heads | k heads | v heads), columns i and i
-+ D / 2 of a head rotating together. Where a model rotates pairs of neighbouring columns (GLM, Cohere), or only the
-first R columns of a head (Phi, GPT-NeoX), the rows of q's and k's weights are taken in the kernels' order: scores are
-sums over the columns of a head, so they are the same in any order. The parameter stays as it is: its rows are gathered
-as it is quantized, and the rows of its gradient put back. Columns that do not rotate get cos 1 and sin 0 (`tables`).
++ D / 2 of a head rotating together. If a model rotates adjacent columns (GLM, Cohere), or only the first R columns of
+a head (Phi, GPT-NeoX), the rows of q's and k's weights are permuted to the kernels' order: scores are sums over the
+columns of a head, so they are the same in any order. The parameter does not change: its rows are gathered when it is
+quantized, and its gradient's rows are put back. Columns that do not rotate get cos 1 and sin 0 (`padded`).
 
 Legend: D head width, R rotated columns of a head, K the layer's input width.
 """
@@ -29,11 +29,11 @@ from torch import Tensor
 
 
 class RowPermutation(NamedTuple):
-    """How the rows of a weight are taken.
+    """How the rows of a weight (or bias) become the rows of the kernels' operand.
 
-    width: D. rotated: R. heads: how many heads are rotated, the first ones of q, k, v.
-    rope_interleaved: columns 2 i and 2 i + 1 rotate together instead of i and i + R / 2.
-    qkv_interleaved: rows are this many heads of q, one of k, one of v, and so on (GPT-NeoX: 1); 0: all of q first.
+    width: D; 0: rows keep their order. rotated: R. heads: how many heads rotate, counted from the first of q.
+    rope_interleaved: columns 2 i and 2 i + 1 rotate together; False: columns i and i + R / 2.
+    qkv_interleaved: rows repeat this many heads of q, one of k, one of v (GPT-NeoX: 1); 0: all of q, then k, then v.
     transposed: the weight is (K, N) (GPT-2).
     """
 
@@ -45,24 +45,24 @@ class RowPermutation(NamedTuple):
     transposed: bool = False
 
     def take(self, x: Tensor) -> Tensor:
-        """A weight or bias in the operand's order."""
+        """Return a weight or bias in the operand's order."""
         if self.transposed and x.dim() == 2:
             x = x.t().contiguous()
         return x.index_select(0, self._rows(x.shape[0], x.device)) if self.width else x
 
     def put_back(self, gradient: Tensor) -> Tensor:
-        """A gradient of what `take` returns as the parameter's."""
+        """Return the parameter's gradient from the operand's: undo `take`."""
         if self.width:
             rows = self._rows(gradient.shape[0], gradient.device)
             gradient = torch.empty_like(gradient).index_copy_(0, rows, gradient)
         return gradient.t().contiguous() if self.transposed and gradient.dim() == 2 else gradient
 
     def count(self, weight: Tensor) -> int:
-        """How many rows the operand has."""
+        """Return how many rows the operand has."""
         return weight.shape[1 if self.transposed else 0]
 
     def _rows(self, count: int, device: torch.device) -> Tensor:
-        """(N,) int64: the parameter's row for each of the operand's."""
+        """Return int64 (N,): for each row of the operand, the parameter's row."""
         if torch.compiler.is_compiling():
             return self._made(count, device)
         key = (self, count, device)
@@ -76,20 +76,20 @@ class RowPermutation(NamedTuple):
             heads = rows.view(-1, self.qkv_interleaved + 2, self.width)
             rows = torch.cat([part.flatten() for part in heads.split((self.qkv_interleaved, 1, 1), 1)])
         moving, rest = rows.split((self.heads * self.width, count - self.heads * self.width))
-        turned, still = moving.view(-1, self.width).split((self.rotated, self.width - self.rotated), 1)
-        pairs = turned.unflatten(1, (-1, 2) if self.rope_interleaved else (2, -1))
+        rotated, fixed = moving.view(-1, self.width).split((self.rotated, self.width - self.rotated), 1)
+        pairs = rotated.unflatten(1, (-1, 2) if self.rope_interleaved else (2, -1))
         first, second = pairs.unbind(2 if self.rope_interleaved else 1)
-        kept = still.chunk(2, 1) if still.shape[1] else (still, still)
-        return torch.cat((torch.cat((first, kept[0], second, kept[1]), 1).flatten(), rest))
+        halves = fixed.chunk(2, 1) if fixed.shape[1] else (fixed, fixed)
+        return torch.cat((torch.cat((first, halves[0], second, halves[1]), 1).flatten(), rest))
 
 
 _made_rows: dict[tuple[RowPermutation, int, torch.device], Tensor] = {}
 
 
 def padded(angles: Tensor, width: int, fill: float) -> Tensor:
-    """cos or sin (P, R / 2), one column for each pair that rotates, as (P, D) for the kernels."""
-    still = angles.new_full((angles.shape[0], width // 2 - angles.shape[1]), fill)
-    return torch.cat((angles, still, angles, still), 1)
+    """Return cos or sin (P, R / 2), one column per rotating pair, as (P, D); other columns are `fill`."""
+    fixed = angles.new_full((angles.shape[0], width // 2 - angles.shape[1]), fill)
+    return torch.cat((angles, fixed, angles, fixed), 1)
 
 
 class Norm(NamedTuple):
@@ -102,7 +102,7 @@ class Norm(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank addition to one of stacked layers (linear.py): a (r, K), b (N_i, r); layer: which, from 0."""
+    """A low-rank addition (LoRA) to one of the stacked layers: a (r, K), b (N_i, r); layer: its index, from 0."""
 
     a: Any
     b: Any
@@ -111,11 +111,11 @@ class Adapter(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Linear layers that read one input, one GEMM: weights (N_i, K), biases (N_i,) or None.
+    """Linear layers that read one input, stacked into one GEMM: weights (N_i, K), biases (N_i,) or None.
 
-    orders: for each layer how its rows become those of the operand, or None as they are; () for all.
+    orders: for each layer its row permutation, or None if its rows keep their order; () if all do.
     scale: factor of the result, adapters included.
-    operand: inside a small block, the weights as FP8 operand, their scale and maximum (linear.py).
+    operand: in a small block, the weights as FP8 operand, their scale and maximum (`with_operands` in linear.py).
     """
 
     weights: tuple[Any, ...]
@@ -134,9 +134,9 @@ class Linear(NamedTuple):
 class Branch(NamedTuple):
     """One residual branch.
 
-    core: what is between the two linear layers: `Attention` (attention.py) or `Mlp` (mlp.py), constants alone.
-    inner: the core's own parameters: q/k norm weights.
-    pre, post: the norms before and after, or None; outer: `post` is of the sum.
+    mixer: what is between the two linear layers: `Attention` (attention.py) or `Mlp` (mlp.py); holds constants only.
+    qk_norm: the mixer's own parameters: q/k norm weights, and attention's other per-layer tensors.
+    pre, post: the norms before and after, or None. norm_after_residual: `post` norms the sum x + y, not y.
     """
 
     mixer: Any
@@ -149,7 +149,7 @@ class Branch(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Branches in a row, or all of the block's input if `parallel`."""
+    """Branches, one after the other, or if `parallel` each on the block's input."""
 
     branches: tuple[Branch, ...]
     parallel: bool = False
@@ -164,8 +164,10 @@ class Tables(NamedTuple):
 
 
 class ForwardScales(NamedTuple):
-    """Scales that a branch's forward found and its recomputation reuses, each 0-d, None where unknown: maxima of the
-    weights, and the scale of the MLP's activation."""
+    """Numbers that a branch's forward finds and a recomputation reuses, each 0-d or None.
+
+    in_proj, out_proj: max |weight|. activation: the scale of the MLP's activation.
+    """
 
     in_proj: Optional[Tensor] = None
     activation: Optional[Tensor] = None
@@ -173,7 +175,7 @@ class ForwardScales(NamedTuple):
 
 
 def tensors_of(branches: Sequence[Branch]) -> list[Any]:
-    """All parameters (or gradients, ...) as one flat list."""
+    """Return all parameters (or gradients, ...) as one flat list."""
     flat: list[Any] = []
     for _, in_proj, out_proj, qk_norm, pre, post, _ in branches:
         if pre is not None:
@@ -185,7 +187,7 @@ def tensors_of(branches: Sequence[Branch]) -> list[Any]:
 
 
 def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
-    """The block with other tensors, in the order of `tensors_of`."""
+    """Return the block with other tensors, in the order of `tensors_of`."""
     branches, i = [], 0
     for mixer, in_proj, out_proj, qk_norm, pre, post, norm_after_residual in block.branches:
         if pre is not None:
@@ -216,5 +218,5 @@ def _linear_at(flat: tuple[Any, ...], start: int, linear: Linear) -> tuple[Linea
 
 
 def without_tensors(block: Block) -> Block:
-    """The block's constants: None for every parameter."""
+    """Return the block with None for every parameter."""
     return with_tensors(block, (None,) * len(tensors_of(block.branches)))

@@ -274,7 +274,7 @@ def test_a_chosen_block_that_is_frozen_later_says_so(monkeypatch):
     model = make_model("llama", layers=8)
     report = overcoat.convert(model, Recipe(offload_blocks=2))
     _freeze(model, 4)
-    with pytest.warns(UserWarning, match=r"keeps none.*Call overcoat.convert\(model, recipe\) again"):
+    with pytest.warns(UserWarning, match=r"saves none.*Call overcoat.convert\(model, recipe\) again"):
         assert left(model, monkeypatch) != said(report)
 
 

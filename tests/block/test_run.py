@@ -204,7 +204,7 @@ def test_a_retained_graph_gives_the_same_gradients_again():
 
 def test_input_that_no_kernel_takes_is_refused():
     case = block_case()
-    with pytest.raises(ValueError, match=r"shape \(0, 256\): leave batches without tokens out"):
+    with pytest.raises(ValueError, match=r"shape \(0, 256\): leave out batches without tokens"):
         case.op({**case.inputs, "x": case.inputs["x"][:0]}, Recipe())
     tables = torch.zeros(1, 1).expand(2**24, 128)
     with pytest.raises(ValueError, match=r"shape \(16777216, 128\): give them fewer than 2\^31 elements"):

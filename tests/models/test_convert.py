@@ -657,7 +657,7 @@ def test_positions_of_another_length_are_refused() -> None:
     model = make_model("llama", layers=1)
     overcoat.convert(model)
     ids = make_batch(batch=2, length=16)["input_ids"]
-    with pytest.raises(ValueError, match=r"position_ids are 8 positions where the input is of \(2, 16\) tokens"):
+    with pytest.raises(ValueError, match=r"position_ids are 8 positions, but the input has \(2, 16\) tokens"):
         model(input_ids=ids, labels=ids, position_ids=torch.arange(8)[None] + 10**6)
 
 
