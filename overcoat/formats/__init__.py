@@ -1,9 +1,9 @@
-"""The 8-bit formats in plain PyTorch: FP8 operands, codes of kept tensors, and (modules of their own) optimizer states.
+"""The 8-bit formats in plain PyTorch: FP8 operands, codes of saved tensors, and optimizer states.
 
 float8      FP8 with one scale per tensor or block: GEMM operands
-groups      codes of 1xG groups: tensors that are kept for the backward
-moments     AdamW's moments, by the codes of `de8`, `log8` and `expansion` among others
-masters     weights with more bits than BF16
+groups      8-bit codes of 1xG groups: tensors saved for the backward; bf12: 12-bit codes of q and k
+moments     codes of AdamW's moments; their parts: de8, log8, expansion
+masters     master weights with more bits than BF16
 """
 
 from overcoat.formats.float8 import (

@@ -28,7 +28,7 @@ SCALE_FLOOR = 2.0**-126
 
 
 class Quantized(NamedTuple):
-    """8-bit data and what decodes it: a dequantization scale (FP8 GEMM operands) or the groups' maxima (kept codes)."""
+    """8-bit data, with its dequantization scale (FP8 GEMM operands) or its groups' maxima (codes of saved tensors)."""
 
     data: Tensor
     scale: Tensor
@@ -59,14 +59,14 @@ def cast_float8(x: Tensor, fmt: Float8) -> Tensor:
 
 @functools.cache
 def _values(dtype: torch.dtype) -> Tensor:
-    """FP32 of all 256 codes of an FP8 dtype, on the CPU."""
-    # Made in inference mode it could not be used outside.
+    """Return the FP32 values of all 256 codes of an FP8 dtype, on the CPU."""
+    # A tensor created in inference mode cannot be used outside.
     with torch.inference_mode(False):
         return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
 def decode_float8(codes: Tensor) -> Tensor:
-    """FP8 codes as FP32. On a CPU out of a table: PyTorch's own conversion takes six times as long there."""
+    """Decode FP8 to FP32; on a CPU with a table, since PyTorch's own conversion takes six times as long."""
     if type(codes) is not Tensor or codes.device.type != "cpu" or torch.compiler.is_compiling():
         return codes.float()
     places = codes.view(torch.uint8).flatten().int()
@@ -74,15 +74,17 @@ def decode_float8(codes: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, fmt: Float8) -> Tensor:
-    """Dequantization scale (FP32) that maps `amax` to the format's maximum; 1 where amax is 0; NaN and inf pass."""
-    # Times the reciprocal: what PyTorch makes of a division by a constant on CUDA, so that all devices agree.
+    """Return the dequantization scale (FP32) that maps amax to the format's maximum; 1 for 0; NaN and inf stay."""
+    # Multiplied by the reciprocal, as PyTorch does on CUDA for a division by a constant, so that all devices agree.
     scale = (amax.float() * (1.0 / fmt.max)).clamp_min(SCALE_FLOOR)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
 def quantize_tensor(x: Tensor, fmt: Float8 = E4M3, amax: Tensor | None = None) -> Quantized:
-    """Quantize x with one scale for the whole tensor: data of `fmt.dtype`; scale, 0-d FP32. amax: 0-d, max |x| if
-    already known (Group Scaling finds it in the producer)."""
+    """Quantize x with one scale for the whole tensor: data of `fmt.dtype`; scale, 0-d FP32.
+
+    amax: max |x|, 0-d, if already found (with Group Scaling by the kernel that computes x).
+    """
     if amax is None:
         amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     scale = scale_from_amax(amax, fmt)
@@ -95,10 +97,12 @@ def dequantize_tensor(q: Quantized) -> Tensor:
 
 
 def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Quantized:
-    """Quantize a matrix with one scale for each block of `block` = (rows, columns); ragged edges allowed: data, (R, C);
-    scale, FP32 (ceil(R / rows), ceil(C / columns))."""
+    """Quantize a matrix (R, C) with one scale for each block of `block` = (rows, columns); ragged edges are allowed.
+
+    Returns data, (R, C), and scale, FP32 (ceil(R / rows), ceil(C / columns)). ValueError: x is no matrix.
+    """
     if x.dim() != 2:
-        raise ValueError(f"quantize_blocks wants a matrix, got shape {tuple(x.shape)}; flatten the leading axes first")
+        raise ValueError(f"quantize_blocks needs a matrix, got shape {tuple(x.shape)}; flatten the leading axes first")
     blocks = _to_blocks(x.float(), block)  # (R/r, r, C/c, c)
     scale = scale_from_amax(blocks.abs().amax((1, 3)), fmt)
     data = cast_float8(blocks * hardware.reciprocal(scale)[:, None, :, None], fmt)

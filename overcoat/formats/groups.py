@@ -1,17 +1,17 @@
-"""Kept tensors: 8-bit codes with one maximum per group of 1xG neighbours on the last axis.
+"""Codes of saved tensors: 8 bits per element and one maximum per 1xG group of consecutive elements of the last axis.
 
-Kept tensors enter no GEMM as they are: they wait for the backward of a non-linear layer or of attention. A group is
-normalised by its maximum M, stored in BF16; the *stored* M encodes, so encoder and decoder always agree:
+No GEMM reads these codes directly: they are decoded in the backward of a non-linear layer or of attention. A group is
+normalised by its maximum M, stored in BF16; the *stored* M normalizes, so encoder and decoder always agree:
 
     e4m3   c = cast(x * 448/M)                            x' = c * M/448            the paper's choice
     int8   c = rint(x * 127/M)                            x' = c * M/127            uniform grid
     sqrt8  c = sign(x) * rint(sqrt(|x| * 127^2/M))        x' = c*|c| * M/127^2      grid bent towards zero
 
-In a group the values lie within a few octaves, so resolution is worth more than range: an integer grid has 10 dB less
-error than E4M3 at the same bytes, and the square root keeps that with outliers 30 sigma high. A non-finite value makes
-its M non-finite, hence its group.
+Values of a group span a few octaves, so resolution matters more than range: an integer grid has 10 dB less error than
+E4M3 with the same bytes, and with the square root this holds even with outliers of 30 sigma. A non-finite value makes
+its M non-finite, and so its whole group.
 
-A code is one `GroupCode`: bits, dtype, encode and decode. These functions are the specification; the Triton kernels
+A `GroupCode` holds a code's bits, dtype, encode and decode. These functions are the specification; the Triton kernels
 equal them bit for bit.
 
 Legend: R rows (all leading axes flattened), C columns (last axis), G group size, n = ceil(C / G) groups in a row.
@@ -30,7 +30,7 @@ from torch import Tensor
 from overcoat.formats.float8 import E4M3, Quantized, cast_float8, decode_float8
 from overcoat.kernels import hardware
 
-# Below this a group's maximum counts as zero: 1/M would leave FP32's range, and no activation is that small.
+# A group's maximum below this counts as zero: 1/M would leave FP32's range, and no activation is that small.
 AMAX_FLOOR = 2.0**-100
 
 
@@ -75,8 +75,8 @@ def _decode_sqrt8(codes: Tensor, amax: Tensor) -> Tensor:
 
 
 def _ratio(top: float, amax: Tensor) -> Tensor:
-    """top / amax, or 0 where amax is (nearly) zero or NaN: such a group is all zero codes."""
-    # Divided first: 1 / amax alone may leave FP32's range.
+    """Return top / amax, or 0 where amax is (nearly) zero or NaN: all codes of such a group are 0."""
+    # amax is divided by top first: 1 / amax alone may leave FP32's range.
     return torch.where(amax >= AMAX_FLOOR, hardware.reciprocal(amax * (1.0 / top)), torch.zeros_like(amax))
 
 
@@ -89,7 +89,7 @@ def _to_int8(x: Tensor) -> Tensor:
 class GroupCode:
     """A code of a group: `encode(groups, amax)` and `decode(codes, amax)` with amax (R, n, 1) in FP32.
 
-    bits: of one element's code. All that depends on it asks `columns` and `empty_groups`.
+    bits: of one element's code; only `columns` and `empty_groups` depend on it.
     """
 
     name: str
@@ -99,7 +99,7 @@ class GroupCode:
     decode: Callable[[Tensor, Tensor], Tensor]
 
     def columns(self, codes: Tensor) -> int:
-        """How many elements a row of codes (..., C) stands for."""
+        """Return how many elements a row of codes (..., C) encodes."""
         return codes.shape[-1] * 8 * self.dtype.itemsize // self.bits
 
 
@@ -114,8 +114,9 @@ GROUP_CODES = {
 
 
 def encode_groups(x: Tensor, code: str = "sqrt8", group_size: int = 128) -> Quantized:
-    """Encode a kept tensor (..., C), one maximum for each 1xG group of the last axis; groups never span rows, the last
-    of a row may be shorter. code: "sqrt8", "e4m3" or "int8".
+    """Encode a tensor (..., C) with one maximum for each 1xG group of the last axis.
+
+    Groups never span rows; the last of a row may be shorter. code: "sqrt8", "e4m3" or "int8".
 
     Returns:
         data, 8-bit in the shape of x; scale = maxima, BF16 (R, n).
@@ -130,21 +131,21 @@ def encode_groups(x: Tensor, code: str = "sqrt8", group_size: int = 128) -> Quan
 def decode_groups(
     q: Quantized, code: str = "sqrt8", group_size: int = 128, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Decode `encode_groups`, computed in FP32, then rounded to `dtype`."""
+    """Undo `encode_groups`, in FP32, then round to `dtype`."""
     groups = to_groups(q.data.view(torch.uint8), group_size).view(q.data.dtype)
     values = group_code(code).decode(groups, q.scale.float().unsqueeze(-1))
     return from_groups(values, q.data.shape).to(dtype)
 
 
 def empty_groups(x: Tensor, code: str, group_size: int) -> Quantized:
-    """Uninitialised codes and maxima of x (R, C), on its device."""
+    """Allocate codes and maxima of x (R, C), on its device."""
     chosen, (rows, columns) = group_code(code), x.shape
     data = x.new_empty((rows, -(-columns * chosen.bits // (8 * chosen.dtype.itemsize))), dtype=chosen.dtype)
     return Quantized(data, x.new_empty((rows, -(-columns // group_size)), dtype=torch.bfloat16))
 
 
 def group_code(name: str) -> GroupCode:
-    """Look up a kept-tensor code by name; ValueError lists the known ones."""
+    """Return a code by name. ValueError: an unknown one."""
     if name not in GROUP_CODES:
         raise ValueError(f"unknown kept-tensor code {name!r}; choose one of {', '.join(GROUP_CODES)}")
     return GROUP_CODES[name]

@@ -1,12 +1,10 @@
-"""How AdamW's two moments are stored: 8-bit codes per group of 128, a maximum, and one byte that shapes the
-code.
+"""How AdamW's two moments are stored: 8-bit codes per group of 128, a maximum, and one byte that shapes the code.
 
-Every code works on values normalized by the maximum M of their group, y = x / M. M is rounded for storage
-first, and the *stored* M encodes, so encoder and decoder agree; but for the float codes of m, where it is the exact M,
-so that the maximum's code is 1 and what it decodes to is right in the mean. In a step M is rounded stochastically, by
-the random numbers of `masters`: rounded to nearest, an average whose step is below half a unit stops moving.
-A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it, its v in 24 bits 1.5% with beta2 =
-0.999.
+Every code works on values normalized by the maximum M of their group, y = x / M. M is rounded for storage first, and
+the *stored* M normalizes, so encoder and decoder agree. Only the float codes of m use the exact M, so that the
+maximum's code is 1 and its decoded value is unbiased. In a step M is rounded stochastically, with the random numbers of
+`masters`. Rounded to nearest, a moving average stops when its step is below half a unit: for a constant gradient m in
+BF16 would stop up to 2^-8 / (1 - beta1) = 4% short, v in 24 bits 1.5% with beta2 = 0.999.
 
     e4m3 e5m2   c = cast(F_max y)                       y' = c / F_max                    (COAT, Table 1)
     de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
@@ -16,27 +14,26 @@ A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it,
     log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero: `log8`
     bf16 fp32   the plain tensor, no groups
 
-The pair ("ratio8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
-/ sqrt(v) is 3.5 to 5.4 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
-(docs/research/optimizer-states.md). It was ("sqrt8", "log8") before.
+The pair ("ratio8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m /
+sqrt(v) is 3.5 to 5.4 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), with the same bytes
+(docs/research/optimizer-states.md). Before, "8bit" was ("sqrt8", "log8").
 
-**ratio8.** M is the maximum of |u|, and v the one that log8 has stored, in both directions. However much larger than
-its own gradients those of a weight's neighbours are, its |u| is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 /
-beta2)), 7.3 with the usual betas, and 1 if they are steady: an outlier leaves room for all. sqrt8 has none below M /
-16129 for weights whose gradients are smaller by that: their m is zero after every step. r is as in sqrt8, its limit
-`dithered_code`; nothing is cut to zero, for the first code is a step of lr M / 16129.
+**ratio8.** M is the maximum of |u|, and v is decoded from log8, for encoding as for decoding. |u| is at most (1 -
+beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), 7.3 with the usual betas, and 1 for steady gradients, whatever the
+scale of a weight's gradients. So a weight with small gradients keeps its precision in a group with an outlier. With
+sqrt8 an m below M / 16129 is zero after every step. r is as in sqrt8, with the limit `dithered_code`. Small values are
+not set to zero, since the first code moves a weight by lr M / 16129 only.
 
-**sqrt8.** r is 1/2, to round to nearest, but for m's small codes. A mean that decays by beta1 = 0.9 decays by 0.95 in
-the root, which a code up to 9 rounds back to itself: the m of a weight whose gradient stops, or seldom comes, would
-stay at up to M / 200 while its v goes to zero, and the weight walk off. So below code 16 (M / 63) rounding is
-stochastic, r one random byte per group in 256ths and 255/256 - r for every second element, right in the mean for each;
-and what is below the first code, M / 16129, is zero: rounded up by chance it would be a multiple of what its v was
-made of.
+**sqrt8.** r is 1/2, round to nearest, except for small codes of m. When m decays by beta1 = 0.9 its root decays by
+0.95, and codes up to 9 round back to themselves. So the m of a weight whose gradient stops, or is rare, would stay at
+up to M / 200 while its v goes to zero, and the weight would drift. Therefore rounding is stochastic below code 16 (M /
+63): r is one random byte per group, in 256ths, and 255/256 - r for every second element; each is right in the mean.
+Values below the first code, M / 16129, become zero: rounded up, m would be too large for its v.
 
-**Metadata.** m: M in BF16, and k16 in uint8 if the code is expanded. v: one int32 per group, M's top 24 bits
-above the shape byte. v needs the 24 bits: its steps, 2^-10 of a maximum with beta2 = 0.999, would drown in the
-noise of a BF16's, 2^-8. m moves by 10% a step, so BF16 is enough. Bytes per parameter, both moments, groups of 128:
-"8bit" 2 + 6/128 = 2.047; "fp8" 2 + 7/128 = 2.055.
+**Metadata.** m: M in BF16, and k16 in uint8 if the code is expanded. v: one int32 per group, M's top 24 bits above the
+shape byte. v needs 24 bits: with beta2 = 0.999 its maximum moves by 2^-10 a step, less than BF16's spacing of 2^-8. m
+moves by 10% a step, so BF16 is enough. Bytes per parameter, both moments, groups of 128: "8bit" 2 + 6/128 = 2.047;
+"fp8" 2 + 7/128 = 2.055.
 
 Legend: R rows, n groups of a row, G group size; groups are (R, n, G) FP32, padded with zeros.
 """
@@ -67,12 +64,12 @@ BFLOAT16_MAX = 0x7F7F0000
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 # The largest finite FP32 with its 8 low bits clear, as bits: v's stored maximum never rounds up to inf.
 PACKED_MAX = 0x7F7FFF00
-# 1.5 * 2^15: adding it leaves 256ths in the first byte, and so a floor in the second. With a half added a code is
-# rounded to nearest, but that a half rounds up, 1/512 more than exactly in the mean: so m adds it to every second one.
+# 1.5 * 2^15: adding it puts 256ths in the lowest byte and the floor in the second. Adding 1/2 as well rounds to
+# nearest, but ties go up, a bias of 1/512: so m adds 1/2 and 127/256 in turn.
 FIXED = 49152.0
-SQRT8_SMALLEST = (1 / 127) ** 2  # of M: what is below is zero
-SQRT8_DITHERED = (16 / 127) ** 2  # of M: what is below is rounded stochastically
-LARGEST_INVERSE = 2.0**63  # of sqrt(v): that of the smallest normal v
+SQRT8_SMALLEST = (1 / 127) ** 2  # share of M: smaller values become zero
+SQRT8_DITHERED = (16 / 127) ** 2  # share of M: smaller values are rounded stochastically
+LARGEST_INVERSE = 2.0**63  # 1 / sqrt(v) of the smallest normal v
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class MomentCode:
     """One way to store a moment.
 
     Attributes:
-        name: as the user writes it, for example "e4m3x".
+        name: as users write it, for example "e4m3x".
         base: the code without expansion: "e4m3", "e5m2", "de8", "sqrt8", "ratio8", "log8", "bf16" or "fp32".
         expanded: apply dynamic range expansion before the base code.
         dtype: of the stored codes.
@@ -116,12 +113,12 @@ MOMENT_CODES = {
 
 # Names of pairs (code of m, code of v).
 MOMENTS = {"8bit": ("ratio8", "log8"), "fp8": ("e4m3x", "e4m3x"), "bf16": ("bf16", "bf16"), "fp32": ("fp32", "fp32")}
-# What "8bit" named until ratio8 was there: states that were saved so are gone on with.
+# What "8bit" meant before ratio8: states saved with it are continued with it.
 EARLIER_8BIT = ("sqrt8", "log8")
 
 
 def resolve_moments(moments: str | tuple[str, str]) -> tuple[str, str]:
-    """The pair of code names that `moments` stands for; ValueError names what is possible."""
+    """Return the pair of code names (m, v) for `moments`. ValueError: an unknown name or an impossible pair."""
     if isinstance(moments, str):
         if moments not in MOMENTS:
             raise ValueError(
@@ -166,14 +163,14 @@ def encode_first(
 
     random: `masters.group_bits`, int32 (R, n), to round the maximum and small codes of sqrt8 and ratio8 stochastically;
         None rounds them to nearest.
-    second: v as it has been encoded, for ratio8; beta: beta1, for ratio8.
+    second: v, already encoded, for ratio8; beta: beta1, for ratio8.
     """
     if not code.grouped:
         return Encoded(groups.to(code.dtype))
     if code.base == "ratio8":
         # Where v is denormal, 1 / sqrt(v) may be inf.
         groups = groups * rsqrt(_level_values(second)).clamp(max=LARGEST_INVERSE)
-    # The maximum of each group, finite, exact and as it is stored.
+    # The maximum of each group, made finite: exact, and as stored.
     bits = _maximum(groups.abs()).view(torch.int32).clamp(max=BFLOAT16_MAX)
     rounded = bits + (0x8000 if random is None else random.unsqueeze(-1) & 0xFFFF)
     exact, stored = bits.view(torch.float32), (rounded & ~0xFFFF).view(torch.float32)
@@ -199,12 +196,12 @@ def _maximum(groups: Tensor) -> Tensor:
 
 
 def decode_first(moment: Encoded, code: MomentCode, second: Optional[Encoded] = None) -> Tensor:
-    """Decode m to FP32 groups (R, n, G). second: v as it is stored, for ratio8."""
+    """Decode m to FP32 groups (R, n, G). second: v as stored, for ratio8."""
     return _decode(moment, code, True, second)
 
 
 def _level_values(second: Optional[Encoded]) -> Tensor:
-    """v as log8 stores it, FP32 (R, n, G)."""
+    """Return v as log8 decodes it, FP32 (R, n, G), with code 0 at least 0 (`log8.level_value`)."""
     assert second is not None
     assert second.amax is not None, "ratio8 needs v in log8"
     packed = second.amax.unsqueeze(-1)
@@ -212,17 +209,17 @@ def _level_values(second: Optional[Encoded]) -> Tensor:
 
 
 def dithered_code(beta: float) -> float:
-    """ratio8's codes below this are rounded stochastically: 31 for beta = 0.9, 63 for 0.95, 125 for 0.99.
+    """Return the code below which ratio8 rounds stochastically: 31 for beta = 0.9, 63 for 0.95, 125 for 0.99.
 
-    c decays to sqrt(beta) c, and to nearest all below 0.5 / (1 - sqrt(beta)) would stay. It is three times that: u of a
-    gradient that alternates is 0.05, code 29 beside a steady one, and to nearest would circle about something else than
-    zero. The largest code is never rounded up.
+    A code c decays to sqrt(beta) c; rounded to nearest, codes below 0.5 / (1 - sqrt(beta)) would not change. The limit
+    is three times that: an alternating gradient has |u| = 0.05, code 29 next to a steady one, and rounded to nearest it
+    would not average to zero. The largest code is never rounded up.
     """
     return min(125.0, 1.6 / (1.0 - math.sqrt(beta)))
 
 
 def dithered_below(beta: float) -> float:
-    """The same as a share of M."""
+    """Return `dithered_code` as a share of M."""
     return (dithered_code(beta) / 127) ** 2
 
 
@@ -270,27 +267,28 @@ def decode_second(moment: Encoded, code: MomentCode) -> Tensor:
 
 
 def packed_maximum(amax: Tensor, random: Optional[Tensor] = None) -> Tensor:
-    """Bits (int32) of M >= 0 rounded to its top 24; a positive M stays positive and a finite range stays finite.
-    random: int32, whose low 8 bits decide; None rounds to nearest."""
+    """Return the bits (int32) of M >= 0 rounded to the top 24; a positive M stays positive, and the result finite.
+
+    random: int32, whose low 8 bits round stochastically; None rounds to nearest.
+    """
     bits = amax.view(torch.int32)
     added = bits.clamp(max=PACKED_MAX) + (0x80 if random is None else random & 0xFF)
     return torch.where(bits > 0, added.clamp(min=0x100), 0).clamp(max=PACKED_MAX) & ~0xFF
 
 
 def _encode_sqrt8(x: Tensor, amax: Tensor, addend: Tensor) -> Tensor:
-    """addend: FIXED + r."""
-    # Roots of small numbers are not small, so nothing overflows here; only a denormal maximum counts as zero, and its
-    # group with it. For any other, M's rounding moves |x| / M up by less than 2^-7, and the root, 127.4951 at most,
-    # rounds to 127 still.
+    """Return sqrt8 codes int8 of x; addend: FIXED + r."""
+    # 1 / sqrt(M) does not overflow. A denormal maximum counts as zero, and so does its group. For others, M's rounding
+    # raises |x| / M by less than 2^-7, so the root is 127.4951 at most and still rounds to 127.
     factor = torch.where(amax >= FLOAT32_TINY, reciprocal(sqrt(amax)) * 127.0, 0.0)
     fixed = fma(torch.copysign(sqrt(x.abs()), x), factor, addend)
     return fixed.view(torch.int8)[..., 1::4].contiguous()
 
 
 def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor], dithered_below: float) -> Tensor:
-    """random: as for `encode_first`; r is its highest byte where |x| < M dithered_below."""
+    """Return sqrt8 codes of m. random: as for `encode_first`; r is its highest byte where |x| < M dithered_below."""
     is_odd = torch.arange(x.shape[-1], device=x.device) % 2 == 1
-    # In 256ths a value half way between two codes is rounded up, 1/512 more than exactly: less for every second one.
+    # Adding 1/2 rounds ties up, a bias of 1/512: every second element adds 127/256 instead.
     addend = FIXED + torch.where(is_odd, x.new_full((), 127 / 256), 0.5)
     if random is not None:
         even = ((random >> 24) & 0xFF).unsqueeze(-1).float() * 2.0**-8
@@ -303,18 +301,19 @@ def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor], dithe
 
 
 def range_log2(base: str, signed: bool) -> float:
-    """log2 of the base code's dynamic range."""
+    """Return log2 of the base code's dynamic range."""
     return FORMAT_RANGE_LOG2[base] if base in FORMAT_RANGE_LOG2 else -math.log2(de8.smallest_magnitude(signed))
 
 
 def decay(
     moment: Encoded, code: MomentCode, beta: float, addend: Tensor, signed: bool, second: Optional[Encoded] = None
 ) -> Tensor:
-    """beta x + addend, FP32 (R, n, G), rounded once, of a moment x as it is stored; signed: it is m. second: v as it is
-    stored, for ratio8.
+    """Return beta x + addend, FP32 (R, n, G), rounded once, of a stored moment x.
 
-    Where a code multiplies its group's maximum, beta does before. In sqrt8 that product is over 127^2, so for maxima
-    below 2e-34, where it is denormal, the result is less exact than FP32: by up to a thousandth at 1e-38.
+    signed: True for m, False for v. second: v as stored, for ratio8.
+
+    beta is multiplied into the group's maximum. sqrt8 then divides by 127^2, which is denormal for maxima below 2e-34:
+    there the result is less exact than FP32, by up to a thousandth at 1e-38.
     """
     factor = addend.new_full((), beta)
     if moment.amax is None or code.base == "log8":
@@ -333,7 +332,7 @@ def _decode(moment: Encoded, code: MomentCode, signed: bool, second: Optional[En
 def _normalized(
     moment: Encoded, packed: Tensor, code: MomentCode, signed: bool, second: Optional[Encoded]
 ) -> tuple[Tensor, float, Tensor]:
-    """(z, unit, M): x / M as z times unit, FP32 (R, n, G) and a number; M FP32 (R, n, 1)."""
+    """Return (z, unit, M) with x / M = z * unit: z FP32 (R, n, G), unit a number, M FP32 (R, n, 1)."""
     amax = packed.float() if signed else (packed & ~0xFF).view(torch.float32)
     if code.base in ("sqrt8", "ratio8"):
         root = moment.codes.float()
@@ -359,7 +358,7 @@ def _decode_unit(codes: Tensor, base: str, signed: bool) -> Tensor:
 
 
 def _never_zero(codes: Tensor, groups: Tensor) -> Tensor:
-    """The smallest positive code where v > 0 was rounded to zero. In every code that is the bit pattern 1."""
+    """Replace codes of v > 0 that were rounded to zero by the smallest positive code: in every code bit pattern 1."""
     if codes.dtype == torch.float32:
         return codes
     pattern = codes.view(torch.int16 if codes.dtype == torch.bfloat16 else torch.uint8)

@@ -4,27 +4,27 @@
     h = f(gate) * up                  z (T, 2I) = gate, up        gated
 
 One family of kernels serves all activations, gated or not. To add one, write f and its derivative in PyTorch and in
-Triton, and add an entry to `ACTIVATIONS`. The two agree bit for bit on a GPU: exp2 and reciprocal are its own
-instructions (hardware.py), and each product that feeds a sum is one fma.
+Triton, and add an entry to `ACTIVATIONS`. The two agree bit for bit on a GPU: both use the GPU's exp2 and reciprocal
+(hardware.py), and an fma for each product that is added to something.
 
 Forward. One scale per tensor: one pass over z writes its 8-bit groups and finds max |h|, a second writes h in FP8.
-Block scales: one pass does both. h is not saved: the backward rebuilds it from the codes, and `activation_decode` does
-so in 16 bits for adapters of an output layer.
+Block scales: one pass does both. h is not saved: the backward recomputes it from the codes, and `activation_decode`
+does so in 16 bits for adapters of an output layer.
 
 Backward, from the saved codes:
 
     dz = dh f'(z)                             h = f(z)
     dz = (dh up f'(gate), dh f(gate))         h = f(gate) up        gated
 
-With one scale per tensor dz goes straight into FP8 in both layouts, or stays in 16 bits, and h has the forward's scale.
-With block scales dz stays in 16 bits, and h has a scale for each 128 tokens of a column: a tile holds all of them. The
-scale of dz is that of a bound, found before:
+With one scale per tensor dz is written directly in FP8 in both layouts, or in 16 bits, and h has the forward's scale.
+With block scales dz is written in 16 bits, and h has a scale for each 128 tokens of a column, which one tile holds. The
+scale of dz comes from a bound of |dz|, found before:
 
     |dz| <= max |dh| * max |f'|
     |dz| <= max |dh| * max(max |up| max |f'|, max |f|)      gated
 
-Each maximum is a group's: of dh as read, of f and f' from the saved maxima of gate. The largest of all groups was up to
-7 times max |dz| in our trials: in a floating-point format that costs range, not precision.
+Each maximum is over a group: of dh as read, of f and f' from the saved maxima of gate. The bound is the largest of all
+groups. It was up to 7 times max |dz| in our trials: in a floating-point format that costs range, not precision.
 
 Bytes moved, with V = T * I * 2 and F = 2 if gated, else 1:
 
@@ -103,7 +103,7 @@ _LOG2E = tl.constexpr(LOG2E)
 
 
 def silu(x: Tensor) -> Tuple[Tensor, Tensor]:
-    """x sigmoid(x)."""
+    """Return x sigmoid(x) and its derivative."""
     s = hardware.reciprocal(1.0 + hardware.exp2(x * -LOG2E))
     value = x * s
     return value, hardware.fma(value, 1.0 - s, s)
@@ -117,8 +117,8 @@ def _silu(x):
 
 
 # GELU is x phi(x), phi = 1 / (1 + 2^(x Q(x^2))). With erf, phi is the normal distribution function: Q was fitted to
-# log2((1 - phi) / phi), which is odd, so that x phi is right to 2.3e-8 * max(|x|, 1). The fit ends at |x| = 6, where
-# x Q is beyond +-35; its last term leads it on. phi' = DENSITY exp(-x^2 / 2), exp(-x^2 / 2) = 2^(EXPONENT x^2).
+# log2((1 - phi) / phi), an odd function, so that x phi has an error below 2.3e-8 * max(|x|, 1). The fit ends at
+# |x| = 6, where |x Q| > 35; beyond, its last term dominates. phi' = DENSITY exp(-x^2 / 2) = DENSITY 2^(EXPONENT x^2).
 ERF = (-2.30221035, -0.10483218, 9.15865433e-5, 1.60439087e-4, -1.15779184e-5, 3.91635193e-7, -5.32833737e-9)
 EXPONENT = -LOG2E / 2
 DENSITY = 1 / math.sqrt(2 * math.pi)
@@ -130,7 +130,7 @@ SLOPE_1 = 2 * math.sqrt(2 / math.pi)
 SLOPE_3 = 3 * 0.044715 * SLOPE_1
 TANH_1 = -SLOPE_1 * LOG2E
 TANH_3 = 0.044715 * TANH_1
-# From |x| = 16 on phi is 0 or 1 to the last bit; a larger square would make phi' 0 * inf.
+# From |x| = 16 on phi is exactly 0 or 1; without this limit a large square would make phi' 0 * inf = NaN.
 SQUARE_MAX = 256.0
 _SLOPE_1, _SLOPE_3, _TANH_1, _TANH_3 = (tl.constexpr(x) for x in (SLOPE_1, SLOPE_3, TANH_1, TANH_3))
 _SQUARE_MAX = tl.constexpr(SQUARE_MAX)
@@ -142,7 +142,7 @@ def _fma(x: Tensor, y: Tensor | float, z: Tensor | float) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tuple[Tensor, Tensor]:
-    """x phi(x) by erf, right to 2e-7 * max(|x|, 1); its slope to 5e-6."""
+    """Return x phi(x) by erf, with an error below 2e-7 * max(|x|, 1), and its derivative, below 5e-6."""
     square = x * x
     odds = _fma(square, ERF[6], ERF[5])
     for coefficient in ERF[4::-1]:
@@ -161,7 +161,7 @@ def _gelu(x):
 
 
 def gelu_tanh(x: Tensor) -> Tuple[Tensor, Tensor]:
-    """x phi(x) by tanh, as right as `gelu`."""
+    """Return x phi(x) by tanh and its derivative, as exact as `gelu`."""
     square = x * x
     phi = hardware.reciprocal(1.0 + hardware.exp2(x * _fma(square, TANH_3, TANH_1)))
     value = x * phi
@@ -177,7 +177,7 @@ def _gelu_tanh(x):
 
 
 def relu2(x: Tensor) -> Tuple[Tensor, Tensor]:
-    """max(x, 0)^2."""
+    """Return max(x, 0)^2 and its derivative."""
     positive = x.clamp(min=0.0)
     return positive * positive, positive + positive
 
@@ -204,7 +204,7 @@ _QUICK = tl.constexpr(QUICK)
 
 
 def quick_gelu(x: Tensor) -> Tuple[Tensor, Tensor]:
-    """x sigmoid(1.702 x)."""
+    """Return x sigmoid(1.702 x) and its derivative."""
     s = hardware.reciprocal(1.0 + hardware.exp2(x * -(QUICK * LOG2E)))
     value = x * s
     return value, _fma(value * QUICK, 1.0 - s, s)
@@ -218,9 +218,9 @@ def _quick_gelu(x):
 
 
 class Activation(NamedTuple):
-    """An entry of `ACTIVATIONS`. Where |x| <= a, |f(x)| must be at most f(a), and |f'(x)| at most f'(min(a, peak)).
+    """An entry of `ACTIVATIONS`. For |x| <= a, |f(x)| must be at most f(a), and |f'(x)| at most f'(min(a, peak)).
 
-    reference: value and slope in PyTorch; device: the same in Triton; peak: where the slope is largest.
+    reference: value and derivative in PyTorch; device: the same in Triton; peak: x of the largest derivative.
     """
 
     reference: Callable[[Tensor], Tuple[Tensor, Tensor]]
@@ -236,7 +236,7 @@ ACTIVATIONS = {
     "relu2": Activation(relu2, _relu2, math.inf),
     "relu": Activation(relu, _relu, math.inf),
 }
-# More than the rounding of the hardware's approximate instructions can add to a bound.
+# A factor larger than any rounding error of the hardware's approximate instructions, for bounds.
 ROUNDING = 1.0 + 2.0**-12
 
 
@@ -253,14 +253,14 @@ _ROUNDING = tl.constexpr(ROUNDING)
 
 
 def activated(z: Tensor, activation: str, gated: bool) -> Tensor:
-    """h (T, I) FP32 of z (T, I), or of gate and up in z (T, 2I) if `gated`."""
+    """Return h (T, I) FP32 of z (T, I), or if `gated` of z (T, 2I) = gate, up."""
     gate, *up = z.contiguous().float().chunk(1 + gated, -1)
     h, _ = activation_of(activation).reference(gate)
     return h * up[0] if gated else h
 
 
 def _encoded(z: Tensor, gated: bool, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
-    """Codes (T, F I) and maxima (T, F, n) of z; no group spans gate and up."""
+    """Return codes (T, F I) and maxima (T, F, n) of z; no group spans gate and up."""
     tokens, parts = z.shape[0], 1 + gated
     codes, group_amax = encode_groups(z.reshape(tokens * parts, z.shape[1] // parts), code, group_size)
     return codes.view(tokens, -1), group_amax.view(tokens, parts, -1)
@@ -270,7 +270,7 @@ def _encoded(z: Tensor, gated: bool, code: str, group_size: int) -> Tuple[Tensor
 def activation_encode(
     z: Tensor, activation: str, gated: bool, code: str, group_size: int
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """First pass over z (T, F I): its codes (T, F I), BF16 group maxima (T, F, n), and max |h|, 0-d FP32."""
+    """First pass over z (T, F I): return codes (T, F I), BF16 group maxima (T, F, n), and max |h|, 0-d FP32."""
     return *_encoded(z, gated, code, group_size), activated(z, activation, gated).abs().amax()
 
 
@@ -284,7 +284,7 @@ def _(z, activation, gated, code, group_size):
 def _encode_values(
     z_ptr, codes_ptr, amax_ptr, offsets, places, inside, known, CODE: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Load groups along the last axis, number AXIS, and write their codes and maxima; values and exact maxima, FP32."""
+    """Load groups along the last axis, AXIS, store codes and maxima; return values and exact maxima, FP32."""
     x = tl.load(z_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     return x, store_codes(x, codes_ptr + offsets, amax_ptr + places, inside, known, CODE, AXIS)
 
@@ -302,7 +302,7 @@ def _activation_encode_kernel(
     group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
     F: tl.constexpr = 2 if GATED else 1
     offsets, places = row.to(tl.int64)[:, None] * (F * I) + column, group + row * ((F - 1) * n)
-    # From L2: what this multiprocessor's own cache holds is as old as its first program.
+    # From the L2 cache: the multiprocessor's own cache would hold the value that its first program read.
     seen = tl.load(top_ptr, cache_modifier=".cg")
     gate, gate_amax = _encode_values(z_ptr, codes_ptr, amax_ptr, offsets, places, inside, known, CODE, 1)
     bound = FUNCTION(gate_amax)[0]
@@ -310,8 +310,8 @@ def _activation_encode_kernel(
         up, up_amax = _encode_values(z_ptr + I, codes_ptr + I, amax_ptr + n, offsets, places, inside, known, CODE, 1)
         bound = bound * up_amax
     bound = tl.where(gate_amax < float("inf"), bound * _ROUNDING, float("nan"))
-    # h costs half of the special function unit's work. Groups that cannot hold a larger one than what others have found
-    # need none: 98% of a normal tensor's. The result does not depend on who comes first.
+    # Computing h is half of the special function unit's work, and is skipped for groups whose bound does not exceed the
+    # maximum found so far: 98% for normally distributed z. The result does not depend on the order of programs.
     if max_magnitude(bound, 0).to(tl.int32, bitcast=True) > seen.to(tl.int32, bitcast=True):
         h = FUNCTION(gate)[0]
         if GATED:
@@ -319,7 +319,7 @@ def _activation_encode_kernel(
         atomic_amax(top_ptr, max_magnitude(max_magnitude(h, 1), 0))
 
 
-# Values that a program encodes. It is one warp: of several, some would look for a maximum and wait for the others.
+# Values that a program encodes. It has one warp: with more, warps that skip h would wait for those that do not.
 ENCODE_TILE = 2048
 
 
@@ -338,7 +338,7 @@ def _(z, activation, gated, code, group_size):
 
 @op
 def activation_quantize(z: Tensor, amax: Tensor, activation: str, gated: bool) -> Tuple[Tensor, Tensor]:
-    """Second pass: h in E4M3 (T, I) with one scale, and its 0-d FP32 scale for `amax` = max |h|."""
+    """Second pass: return h in E4M3 (T, I), and its 0-d FP32 scale for `amax` = max |h|."""
     data, scale = quantize_tensor(activated(z, activation, gated), E4M3, amax)
     return data, scale
 
@@ -370,7 +370,7 @@ def _activation_quantize_kernel(
     tl.store(h_ptr + column, to_float8(h * inverse_of(scale), tl.float8e4nv), mask=column < I)
 
 
-# Columns whose h a program takes.
+# Columns of h per program.
 QUANTIZE_TILE = 2048
 
 
@@ -395,7 +395,7 @@ def _(z, amax, activation, gated):
 def activation_block_quantize(
     z: Tensor, activation: str, gated: bool, code: str, group_size: int
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h in E4M3 (T, I) and its scale (ceil(I / 128), T); codes (T, F I) of z and their BF16 maxima (T, F, n)."""
+    """Return h in E4M3 (T, I) and its scale (ceil(I / 128), T); codes (T, F I) of z and BF16 maxima (T, F, n)."""
     return *row_blocks(activated(z, activation, gated), E4M3), *_encoded(z, gated, code, group_size)
 
 
@@ -451,7 +451,7 @@ def _(z, activation, gated, code, group_size):
 
 
 def decoded(codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tuple[Tensor, ...]:
-    """z (T, I), or gate and up, in FP32 from codes (T, F I) and maxima (T, F, n)."""
+    """Decode codes (T, F I) with maxima (T, F, n) to (z,) or (gate, up), (T, I) FP32 each."""
     tokens, parts, _ = group_amax.shape
     kept = Quantized(codes.reshape(tokens * parts, -1), group_amax.flatten(0, 1))
     return decode_groups(kept, code, group_size).view(tokens, parts, -1).unbind(1)
@@ -461,7 +461,7 @@ def decoded(codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tu
 def activation_decode(
     codes: Tensor, group_amax: Tensor, activation: str, code: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """h (T, I) of codes (T, F I) and BF16 maxima (T, F, n), rounded to `dtype`."""
+    """Return h (T, I) from codes (T, F I) and BF16 maxima (T, F, n), rounded to `dtype`."""
     gate, *up = decoded(codes, group_amax, code, group_size)
     h, _ = activation_of(activation).reference(gate)
     return (h * up[0] if up else h).to(dtype)
@@ -508,7 +508,7 @@ def _(codes, group_amax, activation, code, group_size, dtype):
 def gradient(
     dh: Tensor, codes: Tensor, group_amax: Tensor, activation: str, code: str, group_size: int
 ) -> Tuple[Tensor, Tensor]:
-    """dz (T, F I) and h (T, I), both FP32, from the kept codes."""
+    """Return dz (T, F I) and h (T, I), both FP32, from the saved codes."""
     gate, *up = decoded(codes, group_amax, code, group_size)
     value, slope = activation_of(activation).reference(gate)
     dh = dh.contiguous().float()
@@ -521,8 +521,10 @@ def gradient(
 def load_operands(
     dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, GATED: tl.constexpr  # noqa: E741
 ):  # fmt: skip
-    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: dh, codes of gate and of up, their maxima
-    (BT, NG, 1), and which are inside; without a gate z is in its place, and up means nothing."""
+    """Load rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist.
+
+    Returns dh, codes of gate (or z) and of up (unused without a gate), their maxima (BT, NG, 1), and which are inside.
+    """
     F: tl.constexpr = 2 if GATED else 1
     inside = (t < rows)[:, None, None] & real[None, :, :]
     dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0)
@@ -538,7 +540,7 @@ def load_operands(
 
 @triton.jit
 def gradient_of(operands, awaited, FUNCTION: tl.constexpr, GATED: tl.constexpr, CODE: tl.constexpr):
-    """dgate, dup, h of what `load_operands` gave, not before `awaited` operands' dh is there; and which are inside."""
+    """Return dgate, dup, h of `load_operands`' results, after the load of `awaited`'s dh; and which are inside."""
     dh, gate, up, gate_amax, up_amax, inside = operands
     value, slope = FUNCTION(decode(arrived(gate, awaited[0]), gate_amax, CODE))
     dh = dh.to(tl.float32)
@@ -555,12 +557,12 @@ def gradient_quads(
     dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n,  # noqa: E741
     FUNCTION: tl.constexpr, GATED: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    """Rows t to t + 3: four of dgate, of dup, of h, and of which are inside."""
+    """Return dgate, dup, h and which are inside, four of each, of rows t to t + 3."""
     x0 = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, GATED)
     x1 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n, GATED)
     x2 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 2, c, g, real, rows, groups, I, n, GATED)
     x3 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 3, c, g, real, rows, groups, I, n, GATED)
-    # Crosswise, so that all loads are under way before the arithmetic on any begins.
+    # Each waits for another's load, so that all loads are issued before any arithmetic begins.
     a0, b0, h0, in0 = gradient_of(x0, x3, FUNCTION, GATED, CODE)
     a1, b1, h1, in1 = gradient_of(x1, x2, FUNCTION, GATED, CODE)
     a2, b2, h2, in2 = gradient_of(x2, x1, FUNCTION, GATED, CODE)
@@ -570,11 +572,11 @@ def gradient_quads(
 
 @triton.jit
 def quad_sum(x):
-    """Four rows' sum over the tokens of a tile."""
+    """Return the sum over the tokens of a tile, given as four rows."""
     return tl.sum((x[0] + x[1]) + (x[2] + x[3]), 0)
 
 
-# ---- one scale per tensor: a bound of the gradient, the scale of dz before dz is there -------------------------------
+# ---- one scale per tensor: a bound of |dz|, for its scale before dz is computed --------------------------------------
 
 _ROUNDING = tl.constexpr(ROUNDING)
 
@@ -605,7 +607,7 @@ def _activation_bound_kernel(
     n, I, FUNCTION: tl.constexpr, PEAK: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr,  # noqa: E741
     GP: tl.constexpr, NG: tl.constexpr,
 ):  # fmt: skip
-    # From L2: what this multiprocessor's own cache holds is as old as its first program.
+    # From the L2 cache: the multiprocessor's own cache would hold the value that its first program read.
     seen = tl.load(top_ptr, cache_modifier=".cg")
     group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
     dh = tl.load(dh_ptr + (row.to(tl.int64)[:, None] * I + column), mask=inside, other=0.0)
@@ -624,7 +626,7 @@ def _activation_bound_kernel(
         atomic_amax(top_ptr, bound)
 
 
-# Gradients of a program that bounds them.
+# Elements of dh per program.
 BOUND_TILE = 4096
 
 
@@ -697,7 +699,7 @@ def _activation_gradient_kernel(
     CODE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = 2 if GATED else 1
-    # Strips are narrow: neighbours, which share lines of memory, follow each other.
+    # Strips are narrow: adjacent ones share cache lines, so they run one after the other.
     block, tile = tl.program_id(1 if BLOCKS else 0), tl.program_id(0 if BLOCKS else 1)
     t0, quad = block * BT, tl.arange(0, BT // 4)
     if BLOCKS:
@@ -750,8 +752,8 @@ def _activation_gradient_kernel(
             store_quads(b, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
 
 
-# Tiles of 32 tokens, and with block scales of 128, by whether there is a gate (docs/research/kernels.md). With a gate
-# and sums fewer warps, which add up less across each other, and more registers.
+# Tiles of 32 tokens, or with block scales of 128; keys: gated or not (docs/research/kernels.md). With a gate and sums
+# there are fewer warps, since sums across warps are slow, and more registers.
 TILES = {True: Strip(128, 16, 8, 64), False: Strip(128, 4, 4, 80)}
 BLOCK_TILES = {True: Strip(32, 4, 8, 80), False: Strip(32, 8, 4, 128)}
 GATED_SUMS_TILE = Strip(128, 4, 4, 128)

@@ -1,18 +1,18 @@
-"""AdamW's step of one parameter in plain PyTorch, its states decoded and encoded on the way: the specification.
+"""The reference of AdamW's step on quantized states, in plain PyTorch: decode, update, encode.
 
-For each parameter, in FP32 (COAT, section 4; Loshchilov and Hutter for the decoupled decay, as torch.optim.AdamW):
+For each parameter, in FP32 (COAT, section 4; decoupled decay as in Loshchilov and Hutter and torch.optim.AdamW):
 
     m = beta1 m' + (1 - beta1) g                 m', v' decoded from the state
     v = beta2 v' + (1 - beta2) g^2
     w = w' (1 - lr decay) - lr / (1 - beta1^t) * m / ( sqrt(v) / sqrt(1 - beta2^t) + eps )
 
-Scalars are multiplied with each other first: beta1 into a group's maximum (`moments.decay`), what unscales and clips
-the gradient into sqrt(1 - beta2), which is squared with it. The weight moves by the fresh FP32 moments; only what is
-stored for the next step is quantized. A parameter is seen as [dim0, the rest flattened] (0-d and 1-d: one row), a
-group as `group_size` neighbours in a row: sharding along dim 0 never cuts a group of a matrix.
+Scalars are multiplied with each other first: beta1 with a group's maximum (`moments.decay`); the factor that unscales
+and clips the gradient with sqrt(1 - beta2), before the square. The weight moves by the new FP32 moments; only the
+stored moments are quantized. A parameter is viewed as [dim0, the rest flattened] (0-d and 1-d: one row), a group is
+`group_size` consecutive elements of a row: sharding along dim 0 never splits a group of a matrix.
 
-The kernel (`adamw_step.py`) equals this bit for bit on a GPU for all that is not NaN: every operation is exactly
-rounded, and products and sums are contracted to an FMA where `fma` says so, nowhere else.
+The kernel (`adamw_step.py`) equals this bit for bit on a GPU, except for NaN: every operation is exactly rounded, and
+FMAs are used only where `fma` is called.
 
 Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
 """
@@ -32,7 +32,7 @@ from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, 
 from overcoat.formats.moments import MOMENT_CODES, Encoded, MomentCode, decay, encode_first, encode_second
 from overcoat.kernels.hardware import fma, reciprocal, sqrt
 
-# Elements that are stepped at once: temporaries stay in a CPU's cache and never grow with the model.
+# Elements stepped at once: temporaries stay in a CPU's cache and do not grow with the model.
 CHUNK = 1 << 18
 
 
@@ -45,14 +45,14 @@ class Rows(NamedTuple):
 
 
 def rows_of(shape: torch.Size | tuple[int, ...], group_size: int) -> Rows:
-    """How `shape` is cut: [dim0, rest]; 0-d and 1-d are one row."""
+    """Return the layout of a parameter's shape: rows [dim0, rest]; 0-d and 1-d are one row."""
     rows = shape[0] if len(shape) > 1 else 1
     columns = math.prod(shape[1:] if len(shape) > 1 else shape)
     return Rows(rows, columns, -(-columns // group_size))
 
 
 class Hyper(NamedTuple):
-    """Options that all parameters of a step share; equal options share kernels. master: not "auto"."""
+    """Options of a step; equal options share compiled kernels. master: resolved, not "auto"."""
 
     beta1: float
     beta2: float
@@ -71,12 +71,12 @@ class Hyper(NamedTuple):
 def adamw_update(
     w: Tensor, grad: Tensor, grad_factor: Tensor, first: Encoded, second: Encoded, hyper: Hyper, coefficients: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """AdamW on FP32 tensors w and grad, and moments as they are stored, of one shape: returns the new (w, m, v).
+    """Return the new (w, m, v), FP32, from FP32 tensors w and grad and stored moments, of one shape.
 
-    coefficients: those of `step_coefficients`, (3, ...), which broadcast to the shape of w.
+    coefficients: from `step_coefficients`, (3, ...), which broadcast to the shape of w.
 
-    The correction of v's bias is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s). What
-    multiplies every gradient is one number each for m and for v, where it is under the square.
+    v's bias correction is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s). Each gradient is
+    multiplied by one number for m and by one for v, before the square.
     """
     step_size, eps, keep = coefficients
     addend = grad * (grad_factor * (1.0 - hyper.beta1))
@@ -101,13 +101,15 @@ def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps
 
 
 def step_numbers(beta1: float, beta2: float, eps: float, weight_decay: float) -> list[float]:
-    """Return the inputs of `step_coefficients` as Python numbers, the betas as binary logarithms. Tensors are read now:
-    they may change in place."""
+    """Return the inputs of `step_coefficients` as Python numbers, the betas as binary logarithms.
+
+    Tensors are read here, since they may later change in place.
+    """
     return [*(math.log2(beta) if beta else -math.inf for beta in (beta1, beta2)), float(eps), float(weight_decay)]
 
 
 class Piece(NamedTuple):
-    """Rows of one parameter: whose they are, the first and the end, and its layout."""
+    """Rows `start` to `stop` of one parameter: its index (owner) and its layout."""
 
     owner: int
     start: int
@@ -119,15 +121,17 @@ class Piece(NamedTuple):
         return (self.stop - self.start) * self.layout.groups
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A view, flat, of these rows of a parameter, or of what is kept of it by element or by group."""
+        """Return these rows of a parameter, or of a state of it by element or by group, as a flat view."""
         flat, rows = tensors[self.owner].view(-1), self.layout.rows
         width = flat.numel() // rows
         return flat if self.stop - self.start == rows else flat[self.start * width : self.stop * width]
 
 
 def _bundles(layouts: Sequence[Rows], group_size: int) -> Iterator[list[Piece]]:
-    """All rows in pieces, as many together as have `CHUNK` elements with their padding, rows of one length together: so
-    a small parameter takes no operations of its own."""
+    """Yield all rows as lists of pieces, each of at most about `CHUNK` elements with padding, sorted by row length.
+
+    So small parameters share operations.
+    """
     bundle: list[Piece] = []
     size = 0
     for owner in sorted(range(len(layouts)), key=lambda i: layouts[i].columns):
@@ -146,8 +150,10 @@ def _bundles(layouts: Sequence[Rows], group_size: int) -> Iterator[list[Piece]]:
 
 
 class Groups:
-    """The groups of some pieces as one tensor (N, G), rows' last groups padded with zeros. owner: whose each is, (N,);
-    number: in the unsharded parameter, int32 (N,)."""
+    """Gather and scatter the groups of some pieces as one tensor (N, G), rows' last groups padded with zeros.
+
+    owner: each group's parameter, (N,); number: its number in the unsharded parameter, int32 (N,).
+    """
 
     def __init__(self, pieces: list[Piece], first_groups: Sequence[int], size: int, device: torch.device) -> None:
         self.size = size
@@ -160,9 +166,9 @@ class Groups:
         self.owner, self.number = groups[:, 0], (groups[:, 1] + torch.arange(offset, device=device)).to(torch.int32)
 
     def gather(self, tensors: Sequence[Tensor], per_group: bool = False) -> Tensor:
-        """(N, G) of what there is by element, or (N,) of what there is by group."""
+        """Return (N, G) of a state with one value per element, or with `per_group` (N,)."""
         found, dtype = [], tensors[0].dtype
-        as_bytes = dtype.itemsize == 1  # padding does not know the 8-bit floats
+        as_bytes = dtype.itemsize == 1  # `F.pad` does not support 8-bit floats
         for length, run in self.runs:
             parts = [piece.of(tensors) for piece in run]
             rows = torch.cat([x.view(torch.uint8) for x in parts] if as_bytes else parts)
@@ -171,7 +177,7 @@ class Groups:
         return together.view(dtype) if as_bytes else together
 
     def scatter(self, new: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Write the like of what `gather` has read."""
+        """Write `new`, of the shape that `gather` returns, back to the tensors."""
         counts = [sum(piece.groups for piece in run) for _, run in self.runs]
         for (length, run), rows in zip(self.runs, new.split(counts), strict=True):
             if new.dim() > 1:
@@ -200,7 +206,7 @@ def _step_groups(
     groups: Groups, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]],
     hyper: Hyper, coefficients: Tensor, grad_factor: Tensor, random: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:  # fmt: skip
-    """Step them in place. coefficients: (3, N, 1); random: of groups (N,), their phases (N,), of elements (N, G)."""
+    """Step groups in place. coefficients: (3, N, 1); random: per group (N,), phases (N,), per element (N, G)."""
     (m_code, v_code), read = hyper.codes, groups.gather
 
     def per_group(name: str) -> Tensor | None:
@@ -215,9 +221,9 @@ def _step_groups(
     new_param, remainder = encode_master(w, hyper.master, of_element)
     second = encode_second(v, v_code, of_group, phase)
     first = encode_first(m, m_code, of_group, second, hyper.beta1)
-    kept = {"exp_avg": first.codes, "exp_avg_amax": first.amax, "exp_avg_exponent": first.shape}
-    kept |= {"exp_avg_sq": second.codes, "exp_avg_sq_scale": second.amax, "remainder": remainder}
+    state = {"exp_avg": first.codes, "exp_avg_amax": first.amax, "exp_avg_exponent": first.shape}
+    state |= {"exp_avg_sq": second.codes, "exp_avg_sq_scale": second.amax, "remainder": remainder}
     groups.scatter(new_param, params)
-    for name, new in kept.items():
+    for name, new in state.items():
         if new is not None:
             groups.scatter(new, states[name])

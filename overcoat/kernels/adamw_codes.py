@@ -1,7 +1,7 @@
 """Device functions of the optimizer kernel: `overcoat.formats.moments`, `log8` and `masters` in Triton, bit for bit.
 
-Each function names its plain twin; the formulas are explained there. Compiled without contraction, so that an FMA is
-where `fma` says so and nowhere else. A tile is (GROUPS, G) FP32, a group's statistics (GROUPS,).
+Each docstring names the PyTorch function that it equals, where the formulas are explained. Compiled without
+contraction: FMAs are used only where `fma` is called. A tile is (GROUPS, G) FP32, a group's statistics (GROUPS,).
 """
 
 from __future__ import annotations
@@ -97,8 +97,10 @@ def decode_unit(codes, table, CODE: tl.constexpr):
 
 @triton.jit
 def encode_de8(y, de8):
-    """`de8.encode`: binary search for the number of midpoints <= y, then that value's byte. de8: 256 values, 256
-    midpoints, 256 bytes in ascending order of value."""
+    """`de8.encode`: binary search for the number of midpoints <= y, then that value's byte.
+
+    de8: 256 values, 256 midpoints, 256 bytes in ascending order of value.
+    """
     rank = tl.zeros(y.shape, tl.int32)
     for bit in tl.static_range(7, -1, -1):
         candidate = rank + (1 << bit)
@@ -238,7 +240,7 @@ def packed_maximum(amax, random):
 def encode_log8(x, bits, phase):
     """`log8.encode`: (uint8 codes, shape byte int32, `log8.level_value` of them)."""
     x_bits = x.to(tl.int32, bitcast=True)
-    # The smallest positive value by its bits less 1, unsigned: zeros are the largest then.
+    # The smallest positive value: minimum of bits - 1 as unsigned numbers, of which zeros become the largest.
     smallest = tl.min((x_bits - 1).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True) + 1
     span = tl.maximum(bits - tl.where(bits > 0, smallest, 0), 0)
     needed = ((span + 253).to(tl.uint32, bitcast=True) // 254).to(tl.int32, bitcast=True).to(tl.float32)
@@ -251,7 +253,7 @@ def encode_log8(x, bits, phase):
     distance = tl.minimum(origin - x_bits, (255 * step)[:, None]).to(tl.float32)
     level = fma(distance, -reciprocal(step.to(tl.float32))[:, None], _ROUND + 255.0).to(tl.int32, bitcast=True)
     step = log8_step(bits, shape)  # 0 in an all-zero group
-    # The level is in the low bits, on top of those of ROUND, whose product the sum takes away again.
+    # `level` holds the level plus the bits of ROUND; the second term subtracts ROUND's share of the product.
     value = level * step[:, None] + (bits - (255 + _ROUND_BITS) * step)[:, None]
     return level.to(tl.uint8), shape, value.to(tl.float32, bitcast=True)
 
@@ -320,7 +322,7 @@ def phase_bits(key, step, group):
 @triton.jit
 def random_bits(group, lane, BITS: tl.constexpr):
     """`masters.random_bits`: int32 below 2^BITS, (GROUPS, G); group: `group_bits`."""
-    shared = lane // (32 // BITS)  # by neighbours, which a thread owns: it hashes once for them
+    shared = lane // (32 // BITS)  # 32 / BITS consecutive elements, all in one thread, share a hash
     x = mix((group[:, None] + (shared * _GOLDEN)[None, :]).to(tl.uint32, bitcast=True))
     if BITS == 8:
         return byte_of(x, (lane & 3)[None, :])
@@ -352,7 +354,7 @@ def encode_master(value, random, MASTER: tl.constexpr):
     elif MASTER == "bf16+16":
         return upper_half(bits + 0x8000), bits.to(tl.int16)
     else:
-        # The parameter's half is added first: one sum for both, but the remainder's highest bit is the other way round.
+        # 0x8000, the parameter's rounding, is added for both, so the remainder's highest bit comes out inverted.
         bits = bits + random + 0x8000
         return upper_half(bits), second_byte_flipped(bits)
 

@@ -1,8 +1,8 @@
-"""One AdamW step over many parameters: any number of them, one launch, one pass over memory; and its reference.
+"""One AdamW step over any number of parameters in one launch and one pass over memory; and its reference.
 
 A program owns a tile of GROUPS whole groups of one parameter: decode both moments and the master, update in FP32
 registers, find each group's statistics, encode, store. With 8-bit moments and a 24-bit master that is 12.1 bytes of
-traffic per parameter. Tables on the device, which stay the same from step to step, say which tile of which parameter:
+traffic per parameter. Tables on the device, which do not change between steps, assign the tiles:
 
     tiles    int64 (programs,)           tensor | tile << 32
     table    int64 (T, FIELDS)           addresses and layout of each parameter, in the order of `FIELDS`
@@ -39,25 +39,27 @@ FIELDS = (
     "param", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_amax", "exp_avg_exponent", "exp_avg_sq_scale",
     "groups", "columns", "groups_per_row", "first_group", "key",
 )  # fmt: skip
-# Tensors in the parameter's shape, read in vectors.
+# Fields of tensors with the parameter's shape, read in vectors.
 _VECTORS = FIELDS[:4]
 # Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. With 8 elements per thread, or
 # several tiles per program, a step took longer (docs/research/log.md).
 TILE = 2048
 NUM_WARPS = 4
-# Held to 72 registers, more programs run at once: with expansion, which waits for the special function unit, and with
-# the default codes (3.72 ms instead of 3.77). Without a remainder expansion spills at 72 (4.27 ms instead of 4.11).
-# Where rows are not aligned, loads element by element need 254.
+# Limited to 72 registers, more programs run at once. That helps with expansion, which waits for the special function
+# unit, and with the default codes (3.72 ms instead of 3.77). Expansion without a remainder spills at 72 (4.27 ms; 4.11
+# at 80). If rows are not aligned, loads are element by element and need 254.
 MAX_REGISTERS = 72
 MAX_REGISTERS_SPILLING = 80
-# Step counters that one program counts.
+# Step counters per program.
 COUNTED = 128
 
 
 class StepTensors(NamedTuple):
-    """Lists of equal length, of plain tensors on one device: params of one dtype; states by the names of
-    `optim.state.state_fields`, contiguous; keys, `masters.parameter_key` of each; first_groups, number of each one's
-    first group in its unsharded parameter."""
+    """What a step updates: lists of equal length of plain tensors on one device.
+
+    params: of one dtype. states: contiguous, by the names of `optim.state.state_fields`. keys: `masters.parameter_key`
+    of each. first_groups: the number of each one's first group in its unsharded parameter.
+    """
 
     params: List[Tensor]
     states: dict[str, List[Tensor]]
@@ -76,12 +78,15 @@ def is_real(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-@_disable_current_modes()  # whoever counts memory sees as little of it as of a kernel
+@_disable_current_modes()  # hide its temporaries from memory counters, like a kernel's
 def reference_step(
     tensors: StepTensors, grads: List[Tensor], lr: Tensor, grad_factor: Tensor, skip: Tensor, hyper: Hyper
 ) -> None:
-    """Step every parameter and its state in place, in plain PyTorch, as the kernel does. lr, grad_factor: 0-d FP32; the
-    factor unscales and clips, it multiplies every gradient. skip: bool, 0-d or one per parameter (T,)."""
+    """Step every parameter and its state in place, in plain PyTorch, as the kernel does.
+
+    lr, grad_factor: 0-d FP32; the factor, which unscales and clips, multiplies every gradient. skip: bool, 0-d or one
+    per parameter (T,).
+    """
     flags = skip.expand(len(tensors.params)).tolist()
     if not (taken := [i for i, skipped in enumerate(flags) if not skipped]):
         return
@@ -103,13 +108,13 @@ def _pointer(row, FIELD: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _elements(base, offset, ALIGN: tl.constexpr):
-    """Pointers to a tile, with the promise that groups start at multiples of ALIGN bytes and are contiguous."""
+    """Return pointers to a tile, and tell Triton that groups are contiguous and start at multiples of ALIGN bytes."""
     return tl.multiple_of(tl.max_contiguous(base + offset, (1, offset.shape[1])), (ALIGN, ALIGN))
 
 
 @triton.jit
 def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.constexpr):
-    """(offset, mask) of a tile's elements, (GROUPS, G); FLAT: rows are whole groups, so groups follow one another."""
+    """Return (offset, mask) of a tile's elements, (GROUPS, G); FLAT: rows are whole groups, so all are contiguous."""
     if FLAT:
         offset = group[:, None] * G + lane[None, :]
         mask = (group < groups)[:, None] & (lane >= 0)[None, :]
@@ -130,7 +135,7 @@ def adamw_kernel(
     MASTER: tl.constexpr, RANDOM: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
     FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of.
+    """Step one tile of one parameter. ALIGN: every group starts at a multiple of this many bytes.
 
     root2: sqrt(1 - beta2); dithered_below: `moments.dithered_below`.
     SKIPS: skip has a flag for each parameter, (T,).
@@ -191,7 +196,7 @@ def adamw_kernel(
     first, amax, k16 = codes.encode_first(m, of_group, v, dithered_below, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
     tl.store(_elements(first_base, offset, ALIGN), first, mask)
     tl.store(_elements(second_base, offset, ALIGN), second, mask)
-    # The addresses of the groups' numbers are read again: kept all the while, they would take registers.
+    # The addresses of per-group states are loaded again: held until here, they would take registers.
     tl.store(_pointer(row, 4, tl.bfloat16) + group, amax, valid & M_GROUPED)
     tl.store(_pointer(row, 5, tl.uint8) + group, k16.to(tl.uint8), valid & M_EXPANDED)
     tl.store(_pointer(row, 6, tl.int32) + group, packed, valid & V_GROUPED)
@@ -203,7 +208,7 @@ def _count_steps_kernel(
 ):
     """Increment every parameter's own step counter, unless skipped, gather them, and compute `step_coefficients`.
 
-    counters int64, steps (T,), coefficients (T, 3), numbers FP64 (`step_numbers`)."""
+    counters: int64 addresses; steps (T,), coefficients (T, 3); numbers: FP64, `step_numbers`."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < tensors
     counter = tl.load(counters + tensor, mask, 0).to(tl.pointer_type(tl.float32))
@@ -224,7 +229,7 @@ def _count_steps_kernel(
 
 
 class Counters:
-    """The step counters of T parameters, 0-d FP32 tensors that lie anywhere on one device."""
+    """The step counters of T parameters, separate 0-d FP32 tensors on one device."""
 
     def __init__(self, counters: List[Tensor]) -> None:
         self.device, self.count = counters[0].device, len(counters)
@@ -234,8 +239,10 @@ class Counters:
         self._known: List[float] = []
 
     def take_step(self, lr: Tensor, skip: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
-        """Count the step of every parameter; skip bool, 0-d or (T,). Returns the numbers of the steps, FP32 (T,), and
-        `step_coefficients`, FP32 (T, 3), valid until the next call."""
+        """Count a step of every parameter that is not skipped; skip: bool, 0-d or (T,).
+
+        Returns the step counts, FP32 (T,), and `step_coefficients`, FP32 (T, 3), valid until the next call.
+        """
         numbers = step_numbers(*hyper[:4])
         if numbers != self._known:
             self._known, self.numbers = numbers, send(numbers, torch.float64, self.device)
@@ -250,13 +257,13 @@ class Counters:
 
 @lru_cache(maxsize=16)
 def _de8_tables(signed: bool, device: torch.device) -> Tensor:
-    """FP32 (768,): the 256 values of DE8, its 255 midpoints (and one unused), the byte of each rank."""
+    """Return FP32 (768,): the 256 values of DE8, its 255 midpoints (and one unused), the byte of each rank."""
     midpoints, order = de8.encode_tables(signed)
     return torch.cat([de8.decode_table(signed), midpoints, midpoints.new_zeros(1), order.float()]).to(device)
 
 
 class _Launch(NamedTuple):
-    """One launch: the tiles of all tensors whose rows lie in memory in the same way."""
+    """One launch: the tiles of all tensors whose rows have the same alignment and contiguity."""
 
     tiles: Tensor  # int64 (programs,)
     programs: int
@@ -265,7 +272,7 @@ class _Launch(NamedTuple):
 
 
 class Plan:
-    """Device tables of one list of parameters (contiguous, not empty) that stay the same from step to step."""
+    """Device tables of a list of parameters (contiguous, not empty), made once and used in every step."""
 
     def __init__(self, tensors: StepTensors) -> None:
         params, states, _, _, group_size = tensors
@@ -298,8 +305,8 @@ class Plan:
         self, addresses: Tensor, grad_dtype: torch.dtype, counted: tuple[Tensor, Tensor], grad_factor: Tensor,
         skip: Tensor, hyper: Hyper,
     ) -> None:  # fmt: skip
-        """Step every parameter. addresses: of the gradients, int64 (T,), of `grad_dtype`; counted: as of
-        `Counters.take_step`; grad_factor, skip: as `reference_step` takes them."""
+        """Step every parameter. addresses: of the gradients, int64 (T,), of `grad_dtype`; counted: the results of
+        `Counters.take_step`; grad_factor, skip: as in `reference_step`."""
         steps, coefficients = counted
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         for launch in self.launches:
@@ -316,7 +323,7 @@ class Plan:
 def _constants(
     dtype: torch.dtype, grad_dtype: torch.dtype, hyper: Hyper, skips: bool, flat: bool, align: int
 ) -> dict[str, Any]:
-    """Compile-time arguments of the kernel and its launch options."""
+    """Return the kernel's compile-time arguments and launch options."""
     m, v = hyper.codes
     remainder = REMAINDER_DTYPE[hyper.master]
     return {

@@ -6,28 +6,32 @@ The backward needs neither S nor P: with D = sum_d(do * o) per query,
 
     P = exp(S - lse),  dv = P^T do,  dS = P * (do v^T - D),  dq = scale * dS k,  dk = scale * dS^T q
 
-so attention saves q, k, v, o and lse, and the caller may pass them decoded from 8 bits. Grouped-query heads: query
+so q, k, v, o and lse are enough for it, and the caller may pass them decoded from 8 bits. Grouped-query heads: query
 head i reads key/value head i // (num_q / num_kv).
 
-Packed sequences. Several documents in a row, each attending to itself alone, need no S x S mask: a mask may be
-`starts`, int32 (N + 1,): the positions among the B * S tokens at which documents begin, and the end. Rows end
-documents: every multiple of S is among them. FlashAttention calls the same tensor `cu_seqlens`.
+Packed sequences. Several documents in a row, each attending only to itself, need no S x S mask: a mask may be `starts`,
+int32 (N + 1,): the positions among the B * S tokens at which documents begin, and the end. Documents do not cross rows:
+every multiple of S is among them. FlashAttention calls the same tensor `cu_seqlens`.
 
-The reference forms S in FP32. On CUDA one of the library's fused kernels runs (`chosen`): cuDNN's on Hopper and newer
-where it takes the shape, heads up to 256 wide on Hopper and 128 on newer (1.7 times as fast as FlashAttention there: B4
-S2048 32 x 128 heads, forward 0.27 ms against 0.48, backward 0.83 against 1.39; with a mask 0.82 + 2.45 against the
-memory-efficient kernel's 2.20 + 5.68; 16 x 256 heads 1.07 + 3.59 against 2.02 + 16.4); else FlashAttention; with a mask
-the memory-efficient kernel; packed sequences FlashAttention's variable-length kernel (0.27 + 0.63). cuDNN is never used
-under `torch.use_deterministic_algorithms`, since it sums dq in any order. Measured on an H200
-(docs/research/measurements.md). PyTorch's own bindings of the forward kernels take less host time than `torch.ops`.
+The reference forms S in FP32. On CUDA one of PyTorch's fused kernels runs (`chosen`):
 
-No fused kernel has a cap of scores with a backward, so capped scores use the reference everywhere, one row of the
+* cuDNN's on Hopper and newer, for heads up to 256 wide on Hopper and 128 on newer. It is 1.7 times as fast as
+  FlashAttention: B4 S2048 32 x 128 heads, forward 0.27 ms against 0.48, backward 0.83 against 1.39; with a mask 0.82 +
+  2.45 against the memory-efficient kernel's 2.20 + 5.68; 16 x 256 heads 1.07 + 3.59 against 2.02 + 16.4. Never under
+  `torch.use_deterministic_algorithms`, since it sums dq in any order;
+* else FlashAttention; with a mask the memory-efficient kernel;
+* for packed sequences FlashAttention's variable-length kernel (0.27 + 0.63).
+
+Measured on an H200 (docs/research/measurements.md). The forward kernels are called through PyTorch's own bindings,
+which take less host time than `torch.ops`.
+
+No fused kernel has both a cap of scores and a backward, so capped scores use the reference everywhere, one row of the
 batch at a time:
 
     S = cap * tanh(scale * q k^T / cap) + mask,  dS is times (1 - tanh^2)
 
-Legend: B batch, S sequence length, D head width, T = B * S; q (B, num_q, S, D), k and v (B, num_kv, S, D), which may
-have another length where nothing hides a key. Columns of a fused buffer: [q heads | k | v].
+Legend: B batch, S sequence length, D head width, T = B * S; q (B, num_q, S, D), k and v (B, num_kv, S, D); k and v may
+have another length if nothing is masked. Columns of a fused buffer: [q heads | k | v].
 """
 
 from __future__ import annotations
@@ -49,9 +53,11 @@ def is_starts(mask: Optional[Tensor]) -> TypeGuard[Tensor]:
 
 
 def given_starts(given: Any, batch: int, sequence: int, device: torch.device) -> Tensor:
-    """`starts` that a caller gives, on `device`. ValueError: not a whole-numbered tensor (N + 1,) with N at least
-    `batch`; or, where it lies on the CPU, numbers that are no starts. On a GPU they are not looked at, as the host
-    would wait, nor in compiled code, which cannot."""
+    """Return a caller's `starts` as int32 on `device`, checked.
+
+    ValueError: not an int32 or int64 tensor (N + 1,) with N at least `batch`; or, if it is on the CPU, its numbers are
+    not starts. On a GPU the numbers are not checked, since the host would wait, nor in compiled code, which cannot.
+    """
     asked = f"cu_seq_lens_q must say where the N documents of {batch} rows of {sequence} tokens begin, and the end"
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
         kind = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
@@ -73,11 +79,11 @@ def given_starts(given: Any, batch: int, sequence: int, device: torch.device) ->
 
 
 def document_starts(position_ids: Tensor, skips: bool = False) -> Tensor:
-    """`starts` of position ids (B, S), which count the tokens of each document.
+    """Return `starts` from position ids (B, S), which count the tokens of each document.
 
     A document begins where they do not rise by one, as in transformers' masks; or with `skips`, as in its flash
-    attention, where they come back to the row's smallest. Waits for the device: how many there are is the shape of the
-    result.
+    attention, where they return to the row's smallest. The host waits for the device, since the number of documents is
+    the result's shape.
     """
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     later = position_ids[:, 1:] == position_ids.amin(-1, keepdim=True) if skips else position_ids.diff(dim=-1) != 1
@@ -87,8 +93,8 @@ def document_starts(position_ids: Tensor, skips: bool = False) -> Tensor:
 
 
 def dense_mask(starts: Tensor, batch: int, sequence: int, causal: bool = True, window: int = 0) -> Tensor:
-    """The same as bool (B, 1, S, S), True where a query sees a key: within its document, and if `causal` as
-    `causal_pairs` says."""
+    """Return `starts` as a mask, bool (B, 1, S, S), True where a query sees a key: in its document, and if `causal` by
+    `causal_pairs`."""
     tokens = torch.arange(batch * sequence, dtype=torch.int32, device=starts.device)
     document = torch.searchsorted(starts, tokens, right=True, out_int32=True).view(batch, sequence)
     same = document[:, None, :, None] == document[:, None, None, :]
@@ -96,23 +102,23 @@ def dense_mask(starts: Tensor, batch: int, sequence: int, causal: bool = True, w
 
 
 def causal_pairs(sequence: int, window: int, device: torch.device) -> Tensor:
-    """bool (S, S), True where the key is one of the last `window` tokens up to the query (0: of all)."""
+    """Return bool (S, S), True where the key is among the last `window` tokens up to the query; 0: all up to it."""
     visible = torch.ones(sequence, sequence, dtype=torch.bool, device=device).tril()
     return visible.triu(1 - window) if window else visible
 
 
 # ---- CUDA: FlashAttention over documents, or rows, and windows of them -----------------------------------------------
-# Nothing is longer than a row, and that bounds the grid: asking for the longest document would make the host wait in
-# every layer. Blocks beyond a document's end return at once.
+# The row length serves as the longest document's length, which bounds the grid: the true one would make the host wait
+# in every layer. Blocks beyond a document's end return at once.
 
-# The backward holds dq in FP32 with so many rows between documents, so that a tile may write past a document's end.
+# Rows between documents in the backward's FP32 dq, so that a tile may write past a document's end.
 ROWS_BETWEEN = 128
 
 
 def flash_packed(
     qkv: Three, mask: Optional[Tensor], scale: float, causal: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """o and lse as in `attention_fused.Kernel`; mask: `starts`, or None: rows are documents."""
+    """Return o and lse as `Kernel.forward` does; mask: `starts`, or None: each row is a document."""
     rows, starts = (qkv[0].shape[0], qkv[0].shape[2]), _starts(qkv[0], mask)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
         *_by_token(*qkv), starts, starts, rows[1], rows[1], 0.0, causal, False, scale=scale, **_limits(window)
@@ -123,9 +129,9 @@ def flash_packed(
 def flash_packed_backward(
     do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool, window: int = 0
 ) -> Three:
-    """dq, dk, dv as in `attention_fused.Kernel`; mask as in `flash_packed`."""
+    """Return dq, dk, dv as `Kernel.backward` does; mask as in `flash_packed`."""
     rows, starts = (do.shape[0], do.shape[2]), _starts(do, mask)
-    # Without dropout it reads no random state; its schema wants the tensors all the same.
+    # Without dropout the random state is not read, but the schema requires it.
     state, offset = do.new_zeros(2, dtype=torch.uint64), do.new_zeros((), dtype=torch.int64)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *_by_token(do, *qkv, o), lse.transpose(0, 1).flatten(1), starts, starts, rows[1], rows[1], 0.0, causal,
@@ -136,7 +142,7 @@ def flash_packed_backward(
 
 
 def _starts(x: Tensor, mask: Optional[Tensor]) -> Tensor:
-    """`starts` as given, or of the rows of x (B, heads, S, D)."""
+    """Return `starts` as given, or those of the rows of x (B, heads, S, D)."""
     batch, sequence = x.shape[0], x.shape[2]
     if mask is not None:
         return mask.contiguous()
@@ -144,25 +150,25 @@ def _starts(x: Tensor, mask: Optional[Tensor]) -> Tensor:
 
 
 def _limits(window: int) -> dict[str, int]:
-    """FlashAttention counts the tokens before a query's own."""
+    """Return the window as FlashAttention's arguments, which count the tokens before a query's own."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _by_token(*heads: Tensor) -> list[Tensor]:
-    """(B, heads, S, D), each as a view (T, heads, D)."""
+    """Return each (B, heads, S, D) as a view (T, heads, D)."""
     return [x.transpose(1, 2).flatten(0, 1) for x in heads]
 
 
-# What hides a key from cuDNN.
+# What an additive mask adds to hide a key, for cuDNN.
 CUDNN_HIDDEN = -1e30
 
 
 class Kernel(NamedTuple):
-    """One of the library's fused kernels, mask as `attention` takes it.
+    """One of PyTorch's fused kernels; mask as in `attention`.
 
     forward   ((q, k, v), mask, scale, causal) -> o (B, num_q, S, D), lse FP32 (B, num_q, S or more)
     backward  (do, (q, k, v), o, lse, mask, scale, causal) -> dq, dk, dv, with lse (B, num_q, S)
-    packed    True if it takes `starts` as they are
+    packed    True if its mask may be `starts`
     """
 
     forward: Callable[[Three, Optional[Tensor], float, bool], tuple[Tensor, Tensor]]
@@ -173,10 +179,10 @@ class Kernel(NamedTuple):
 def additive(
     mask: Tensor, dtype: torch.dtype, batch: int, num_q: int, sequence: int, hidden: Optional[float] = None
 ) -> Tensor:
-    """Mask as the library's kernels want it: additive, rows aligned to 16 bytes, expanded to all heads.
+    """Return a mask as the fused kernels need it: additive, rows padded to 16 elements, expanded to all heads.
 
-    Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite; or `hidden`,
-    below which nothing is left then. A boolean mask is written in one pass: every layer makes it anew, twice.
+    Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite; or `hidden`, to
+    which lower values are raised. A boolean mask is written in one pass: every layer writes it, twice.
     """
     padded = mask.new_zeros if sequence % 16 else mask.new_empty
     rows = padded((*mask.shape[:-1], sequence + -sequence % 16), dtype=dtype)[..., :sequence]
@@ -191,7 +197,7 @@ def additive(
 
 
 def _no_random_state(x: Tensor) -> Tensor:
-    """Without dropout the kernels read no random state; their schemas want the tensors all the same."""
+    """Return a placeholder: without dropout the kernels read no random state, but their schemas require it."""
     return x.new_empty((), dtype=torch.int64)
 
 
@@ -226,8 +232,8 @@ def _efficient_backward(
 
 
 def _cudnn_bias(q: Tensor, mask: Optional[Tensor]) -> Optional[Tensor]:
-    """An additive mask of one head or all. What hides a key is finite in FP32 also times log2(e): -inf would make NaN
-    of a query that sees nothing."""
+    """Return the mask as additive, of one head or all. Hidden keys get a number that stays finite times log2(e): with
+    -inf a query that sees no key would become NaN."""
     if mask is None:
         return None
     batch, _, sequence, _ = q.shape
@@ -276,15 +282,17 @@ PACKED = Kernel(flash_packed, flash_packed_backward, packed=True)
 
 @functools.cache
 def windowed(window: int) -> Kernel:
-    """FlashAttention among the last `window` tokens of a row or document."""
+    """Return FlashAttention limited to the last `window` tokens of a row or document."""
     forward = functools.partial(flash_packed, window=window)
     return Kernel(forward, functools.partial(flash_packed_backward, window=window), packed=True)
 
 
 @functools.cache
 def _cudnn_width(device: torch.device) -> int:
-    """How wide a head cuDNN's attention takes on a GPU: 256 on Hopper, 128 on newer, as PyTorch's own rule for it says
-    (`check_cudnn_tensor_shapes`); 0 before, where FlashAttention is faster."""
+    """Return the widest head of cuDNN's attention on a GPU, by PyTorch's own rule (`check_cudnn_tensor_shapes`).
+
+    256 on Hopper, 128 on newer; 0 on older ones, where FlashAttention is faster.
+    """
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000:
         return 256
@@ -299,14 +307,14 @@ def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
 
 
 def chosen(q: Tensor, mask: Optional[Tensor], window: int = 0) -> Optional[Kernel]:
-    """The rule: the kernel for q (B, num_q, S, D) on a GPU; None where the reference serves.
+    """Return the fused kernel for q (B, num_q, S, D) on a GPU; None: use the reference.
 
-    window: as `attention` takes it, shorter than S and where the mask does not hold it.
+    window: as in `attention`; 0 if it is S or longer, or if the mask contains it.
 
-    The fused kernels take heads up to 256 wide, a multiple of 8. FP32 is for the memory-efficient one, and masks that
-    cuDNN does not take. With a mask its backward on Hopper gives NaN for sequences of 64 tokens more than a multiple of
-    128 (log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678), so it gets none but multiples; and none in
-    FP16, which has no number that hides a key and is finite.
+    The fused kernels take heads up to 256 wide, a multiple of 8. The memory-efficient one runs FP32, and masks that
+    cuDNN does not take. cuDNN's backward with a mask on Hopper returns NaN for sequences of 128 n + 64 tokens
+    (log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678), so with a mask it gets multiples of 128 only;
+    and no FP16, in which no finite number hides a key.
     """
     sequence, width = q.shape[2:]
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or width % 8 or width > 256:
@@ -316,7 +324,7 @@ def chosen(q: Tensor, mask: Optional[Tensor], window: int = 0) -> Optional[Kerne
     if window:
         return windowed(window)
     if is_starts(mask):
-        # Asked for sequences of one token, FlashAttention takes a path for decoding, whose backward is wrong (dv).
+        # For sequences of one token FlashAttention uses a decoding path whose backward has a wrong dv.
         return PACKED if sequence > 1 else EFFICIENT
     if mask is None:
         return CUDNN if _cudnn_takes(q.device, sequence, width) else FLASH
@@ -325,19 +333,19 @@ def chosen(q: Tensor, mask: Optional[Tensor], window: int = 0) -> Optional[Kerne
 
 
 def heads_of(qkv: Tensor, batch: int, num_q: int, num_kv: int) -> Three:
-    """(T, (num_q + 2 num_kv) * D) -> views q (B, num_q, S, D), k and v (B, num_kv, S, D)."""
+    """Split (T, (num_q + 2 num_kv) * D) into views q (B, num_q, S, D), k and v (B, num_kv, S, D)."""
     heads = qkv.reshape(batch, qkv.shape[0] // batch, num_q + 2 * num_kv, -1).transpose(1, 2)
     q, k, v = heads.split_with_sizes((num_q, num_kv, num_kv), dim=1)
     return q, k, v
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """(B, heads, S, D) -> (T, heads * D)."""
+    """Reshape (B, heads, S, D) to (T, heads * D)."""
     return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], -1)
 
 
 def token_rows(dtype: torch.dtype, *parts: Tensor) -> Three:
-    """Parts (B, heads, S, D), each as (T, heads * D) contiguous; a view where the kernel wrote tokens first."""
+    """Return each part (B, heads, S, D) as (T, heads * D) contiguous; a view if the kernel wrote tokens first."""
     dq, dk, dv = (_tokens_first(part).to(dtype) for part in parts)
     return dq, dk, dv
 
@@ -345,8 +353,7 @@ def token_rows(dtype: torch.dtype, *parts: Tensor) -> Three:
 def _scores(
     q: Tensor, k: Tensor, mask: Optional[Tensor], scale: float, causal: bool, cap: float, window: int
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """FP32 scores (B, num_kv, R, S, S), R = num_q / num_kv; without a mask causal, or of all pairs. With a cap also the
-    tanh inside."""
+    """Return FP32 scores (B, num_kv, R, S, S), R = num_q / num_kv, masked; and with a cap the tanh inside."""
     if mask is not None and is_starts(mask):
         mask = dense_mask(mask, q.shape[0], q.shape[2], causal, window)
     scores = q.float().unflatten(1, (k.shape[1], -1)) @ k.float().unsqueeze(2).transpose(-1, -2)
@@ -361,19 +368,19 @@ def _scores(
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float(), inside
 
 
-# A query whose log-sum-exp lies below this sees no key: its mask is -inf, or the most negative BF16 or FP32 number.
+# A query with a log-sum-exp below this sees no key: its mask is -inf, or the most negative BF16 or FP32 number.
 NOTHING_VISIBLE = -1e30
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(S - lse); a query that may see no key (all padding) gets zeros."""
+    """Return exp(S - lse); zeros for a query that sees no key (all padding)."""
     return torch.exp(scores - lse.masked_fill(lse < NOTHING_VISIBLE, 0.0))
 
 
 def _plain(
     qkv: Three, mask: Optional[Tensor], scale: float, causal: bool, cap: float = 0.0, window: int = 0
 ) -> Tuple[Tensor, Tensor]:
-    """`Kernel.forward` in plain PyTorch: the reference."""
+    """Reference of `Kernel.forward`, in plain PyTorch."""
     q, k, v = qkv
     scores, _ = _scores(q, k, mask, scale, causal, cap, window)
     lse = torch.logsumexp(scores, -1, keepdim=True)
@@ -385,7 +392,7 @@ def _plain_backward(
     do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool,
     cap: float = 0.0, window: int = 0,
 ) -> Three:  # fmt: skip
-    """`Kernel.backward` likewise; gradients in FP32."""
+    """Reference of `Kernel.backward`, in plain PyTorch; gradients are FP32."""
     q, k, v = qkv
     groups = (k.shape[1], -1)
     do_, o_ = do.float().unflatten(1, groups), o.float().unflatten(1, groups)
@@ -402,7 +409,7 @@ PLAIN = Kernel(_plain, _plain_backward)
 
 
 def _by_row(mask: Optional[Tensor], batch: int, sequence: int, causal: bool, window: int) -> Sequence[Optional[Tensor]]:
-    """The mask of each row of the batch."""
+    """Return the mask of each row of the batch."""
     if mask is None:
         return [None] * batch
     if is_starts(mask):
@@ -415,16 +422,15 @@ def attention(
     qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float, causal: bool = True,
     cap: float = 0.0, window: int = 0,
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over rotated q, k, v.
+    """Compute attention over rotated q, k, v.
 
     Args:
         qkv: (T, (num_q + 2 num_kv) * D).
-        mask: None; or (B or 1, 1 or num_q, S, S), bool (True = visible) or additive; or where documents begin, int32
-            (N + 1,).
-        causal: whether a token sees only those before it, where the mask is not of all pairs.
-        cap: scores are cap * tanh(score / cap) (Gemma 2); 0: as they are.
-        window: causal attention among the last `window` tokens up to a query's own; 0: all. A mask of all pairs holds
-            it already, and then it changes nothing.
+        mask: None; or (B or 1, 1 or num_q, S, S), bool (True = visible) or additive; or `starts`, int32 (N + 1,).
+        causal: True if a token sees only itself and earlier ones; ignored with a (..., S, S) mask.
+        cap: scores are cap * tanh(score / cap) (Gemma 2); 0: not.
+        window: with `causal`, a token sees the last `window` tokens, itself included; 0: no limit; ignored with a
+            (..., S, S) mask.
 
     Returns:
         o (T, num_q * D) of qkv's dtype; lse FP32 (B, num_q, S).
@@ -450,7 +456,7 @@ def attention_backward(
     do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int,
     scale: float, causal: bool = True, cap: float = 0.0, window: int = 0,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
+    """Return the gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
     sequence, last = qkv.shape[0] // batch, (num_q, num_kv, scale, causal, cap, window)
     if cap and batch > 1:
         parts = [x.contiguous().split(sequence) for x in (do, qkv, o)]
@@ -473,7 +479,7 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, *_):
 def forward_by(
     kernel: Kernel, qkv: Three, mask: Optional[Tensor], scale: float, causal: bool = True
 ) -> Tuple[Tensor, Tensor]:
-    """`attention` by one of the library's kernels, from `heads_of` a contiguous buffer and a mask that it takes."""
+    """Run `attention` with a fused kernel; qkv: `heads_of` a contiguous buffer; mask: one that the kernel takes."""
     o, lse = kernel.forward(qkv, mask, scale, causal)
     sequence = qkv[0].shape[2]
     return _tokens_first(o), (lse if lse.shape[2] == sequence else lse[..., :sequence]).contiguous()
@@ -483,7 +489,7 @@ def backward_by(
     kernel: Kernel, do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float,
     causal: bool = True,
 ) -> Three:  # fmt: skip
-    """`attention_backward` by one of the library's kernels; do, o and lse contiguous, qkv as in `forward_by`."""
+    """Run `attention_backward` with a fused kernel; do, o and lse contiguous, qkv as in `forward_by`."""
     q = qkv[0]
     do, o = (x.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2) for x in (do, o))
     return token_rows(q.dtype, *kernel.backward(do, qkv, o, lse, mask, scale, causal))
@@ -491,7 +497,7 @@ def backward_by(
 
 @attention.cuda
 def _(qkv, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0, window=0):
-    # cuDNN takes heads that lie apart, but crashes on elements that do.
+    # cuDNN takes strided heads, but crashes if a head's elements are strided.
     parts = heads_of(qkv.contiguous(), batch, num_q, num_kv)
     kernel, taken = _kernel_and_mask(parts[0], mask, causal, cap, window)
     if kernel is None:
@@ -511,8 +517,7 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0, 
 def _kernel_and_mask(
     q: Tensor, mask: Optional[Tensor], causal: bool, cap: float, window: int
 ) -> Tuple[Optional[Kernel], Optional[Tensor]]:
-    """The kernel, None for the reference, and the mask that it gets: one of all pairs where it knows neither window nor
-    `starts`."""
+    """Return the kernel, None for the reference, and its mask: `starts` or a window as (..., S, S) if it needs that."""
     batch, _, sequence, _ = q.shape
     if not causal or window >= sequence or not (mask is None or is_starts(mask)):
         window = 0

@@ -1,8 +1,8 @@
 """FP8 operands with block scales: 1x128 activations and gradients, 128x128 weights (DeepSeek-V3, arXiv 2412.19437).
 
-One scale per tensor lets a single outlier push everything else towards FP8's smallest values. Here 128 neighbours on
-the contraction axis share a scale, so an outlier costs its own group; a weight's scale covers 128 rows as well, which
-makes one quantized weight (and its transpose) serve forward and dgrad:
+With one scale per tensor a single outlier pushes all other values towards FP8's smallest. Here 128 consecutive values
+on the contraction axis share a scale, so an outlier affects only its own group. A weight's scale also covers 128 rows,
+so one quantized weight and its transpose serve forward and dgrad:
 
     forward   y  = x    (T, K) . W   (N, K)^T      x 1x128 along K      W   128x128
     dgrad     dx = dy   (T, N) . W^T (K, N)^T      dy 1x128 along N     W^T 128x128, the same scales transposed
@@ -10,30 +10,29 @@ makes one quantized weight (and its transpose) serve forward and dgrad:
 
 dgrad and wgrad contract over different axes, so the two layouts of a gradient are rounded with different scales.
 
-No op waits for the maximum of a whole tensor: each reads its input once. A scale is FP32, amax / (format's maximum), 1
-for a block of zeros, as in formats/float8.py. Scales lie as the library's GEMM (gemm.py) reads them, L = ceil(K / 128)
-blocks along the contraction axis, R rows of the operand:
+No op needs the maximum of a whole tensor, so each reads its input once. A scale is FP32, amax / (format's maximum), 1
+for a block of zeros, as in formats/float8.py. Scales have the layout of cuBLAS (gemm.py), L = ceil(K / 128) blocks
+along the contraction axis, R rows of the operand:
 
     1x128     (L, R)
-    128x128   (ceil(R / 128), L4), L4 = L rounded up to a multiple of 4, filled up with zeros
+    128x128   (ceil(R / 128), L4), L4 = L rounded up to a multiple of 4, padded with zeros
 
 The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: block_quantize and block_quantize_t 3N;
-block_quantize_both 4N; requantize_t and block_requantize_t 2N. Each input is read once, and everything equals the
-references bit for bit. One kernel transposes, values and saved codes, also those with one scale per
-tensor. Weights: weights.py.
+block_quantize_both 4N; requantize_t and block_requantize_t 2N. All results equal the references bit for bit. One
+kernel does all transposed writes: of values and of saved codes, with block scales and with one scale per tensor.
+Weights: weights.py.
 
-Legend: T tokens, C columns, P = T rounded up to a multiple of 16, G group size of kept codes, GP = G rounded up to a
+Legend: T tokens, C columns, P = T rounded up to a multiple of 16, G group size of saved codes, GP = G rounded up to a
 power of 2, n = ceil(C / G).
 
 A tile's 128 columns and / or 128 tokens are whole blocks, so a program finds its blocks' maxima in registers. A tile is
-(tokens, NG, GP): its columns are NG groups of kept codes, or one group of 128. What is written transposed goes as words
-of four neighbouring tokens (tiles.py), in tiles that are four.
+(tokens, NG, GP): its columns are NG groups of saved codes, or one group of 128. Transposed results are stored as 32-bit
+words of four consecutive tokens (tiles.py), so the tile is held as four tiles.
 
-To put maxima (or sums) along the tokens together, threads exchange a number for each column that they hold, and warps
-do the same through shared memory, where a column's numbers lie side by side: columns that are apart by 32 or more
-such numbers share a bank. With 16 bytes of a row a thread, as Triton has it by itself, and 8 warps shared memory was
-62 to 92% busy (Nsight Compute), with that for a good part. So a strip says how many columns a thread holds, has few
-warps, and finds the maxima of its results in one reduction.
+To reduce along tokens, threads exchange one number per column that they hold, and warps do the same through shared
+memory, where columns that are 32 or more numbers apart share a bank. With Triton's default of 16 bytes of a row per
+thread and 8 warps, these conflicts kept shared memory 62 to 92% busy (Nsight Compute). So a `Strip` sets how many
+columns a thread holds, uses few warps, and takes all maxima in one reduction.
 """
 
 from __future__ import annotations
@@ -66,25 +65,25 @@ from overcoat.kernels.quantize import padded_tokens, transpose_padded
 from overcoat.kernels.tiles import decode_rows, group_columns, store_quads
 
 BLOCK = 128
-# Tokens of a tile whose rows alone are scaled.
+# Tokens of a tile in which only rows get scales.
 ROW_TILE = 16
 
 
 class Strip(NamedTuple):
-    """A tile of 128 tokens whose columns alone are scaled."""
+    """A tile of 128 tokens in which columns get scales."""
 
     columns: int
-    vector: int  # neighbouring columns of a thread
+    vector: int  # consecutive columns of a thread
     warps: int
-    registers: Optional[int]  # the most of a thread; None: as many as the compiler wants
+    registers: Optional[int]  # limit per thread; None: the compiler decides
 
 
-# CUDA's limit for the second axis of a grid, where the tokens are: to take all from one cost up to 12% of the time.
+# CUDA's limit for the second axis of a grid, which counts token blocks. A one-axis grid took up to 12% longer.
 MOST_BLOCKS = 65535
 
 
 def token_blocks(tokens: int) -> int:
-    """How many blocks of 128 cover the tokens. ValueError: more than a grid has room for."""
+    """Return how many blocks of 128 cover the tokens. ValueError: more blocks than a grid allows."""
     count = cdiv(tokens, BLOCK)
     if count > MOST_BLOCKS:
         raise ValueError(f"{tokens} tokens at once are more than {MOST_BLOCKS * BLOCK}: split the batch")
@@ -92,14 +91,16 @@ def token_blocks(tokens: int) -> int:
 
 
 def row_tile(tokens: int) -> int:
-    """Tokens of a program whose rows alone are scaled, a power of 2: few, as long as the grid has room for all.
-    ValueError: more tokens than `token_blocks` takes."""
+    """Return the tokens of a program in which only rows get scales: 16, or a larger power of 2 if the grid needs it.
+
+    ValueError: more tokens than `token_blocks` takes.
+    """
     return max(ROW_TILE, power_of_2(cdiv(token_blocks(tokens) * BLOCK, MOST_BLOCKS)))
 
 
 @triton.jit
 def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.constexpr):
-    """Rows t of x (BT, NG, GP), zero outside, one block each: x / scale in FP8 at `offsets`, and the scales."""
+    """Store rows t of x (BT, NG, GP), zero outside, one block each: x / scale in FP8 at `offsets`, and the scales."""
     scale = scale_of(max_magnitude(max_magnitude(x, 2), 1), INVERSE_MAX)
     tl.store(scale_ptr + t, scale, mask=t < rows)
     x = x * reciprocal(scale)[:, None, None]
@@ -108,14 +109,16 @@ def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.
 
 @triton.jit
 def strip_columns(number, C, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
-    """The strip `number` of W columns: its first column c0; columns from there on (NG, WG), none of two groups; their
-    groups' numbers (NG,); which columns are real. A strip is part of a group or several; whole ones if G is no power
-    of 2, then of GP columns each."""
+    """Return strip `number`'s first column c0; its columns (NG, WG) relative to c0; their groups (NG,); which exist.
+
+    A strip of W columns is part of one group or several groups. If G is no power of 2 its groups are whole, of GP
+    columns each.
+    """
     if G == GP:
         NG: tl.constexpr = (W + G - 1) // G
         WG: tl.constexpr = W // NG
         first, c0, i = tl.arange(0, NG) * WG, number * W, tl.arange(0, WG)
-        # Of this the compiler sees that V columns follow each other, not all.
+        # Written so that the compiler sees only V consecutive columns, not all.
         c = first[:, None] + (i // V * V + i % V)[None, :]
         return c0, c, (c0 + first) // G, c < C - c0
     else:
@@ -126,13 +129,13 @@ def strip_columns(number, C, G: tl.constexpr, GP: tl.constexpr, W: tl.constexpr,
 
 @triton.jit
 def quad_magnitude(x0, x1, x2, x3):
-    """The largest |x| of four rows, element by element."""
+    """Return the largest |x| of four rows, element by element."""
     return larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
 
 
 @triton.jit
 def store_scales(amax, scale_t_ptr, c, real, INVERSE_MAX: tl.constexpr):
-    """Columns' scales (NG, GP) from their maxima, stored; returns what the columns are multiplied by, (1, NG, GP)."""
+    """Store the columns' scales (NG, GP), from their maxima; return the reciprocals (1, NG, GP)."""
     scale = scale_of(amax, INVERSE_MAX)
     tl.store(scale_t_ptr + c, scale, mask=real)
     return reciprocal(scale)[None, :, :]
@@ -140,7 +143,7 @@ def store_scales(amax, scale_t_ptr, c, real, INVERSE_MAX: tl.constexpr):
 
 @triton.jit
 def store_values(x, inside, pointers, stride):
-    """Rows t to t + 3 as they are, in the pointers' type."""
+    """Store rows t to t + 3 unscaled, in the pointers' type."""
     TYPE: tl.constexpr = pointers.dtype.element_ty
     tl.store(pointers, x[0].to(TYPE), mask=inside[0])
     tl.store(pointers + stride, x[1].to(TYPE), mask=inside[1])
@@ -148,14 +151,14 @@ def store_values(x, inside, pointers, stride):
     tl.store(pointers + 3 * stride, x[3].to(TYPE), mask=inside[3])
 
 
-# By measurement (docs/research/kernels.md). A strip that is written as its rows lie as well is one block wide.
+# Measured (docs/research/kernels.md). A strip that is also stored untransposed must be one block (128) wide.
 REQUANTIZE_STRIP, VALUES_STRIP = Strip(64, 4, 4, None), Strip(128, 8, 4, None)
 # With one scale per tensor, tiles of 64 tokens.
 TENSOR_STRIP, TENSOR_TOKENS = Strip(128, 16, 4, None), 64
 
 
 def blocks(size: int) -> int:
-    """How many blocks of 128 cover `size`."""
+    """Return how many blocks of 128 cover `size`."""
     return (size + BLOCK - 1) // BLOCK
 
 
@@ -163,26 +166,26 @@ def blocks(size: int) -> int:
 
 
 def row_blocks(x: Tensor, fmt: Float8) -> Tuple[Tensor, Tensor]:
-    """x (T, C) in 1x128 blocks: data (T, C), scale (ceil(C / 128), T)."""
+    """Quantize x (T, C) in 1x128 blocks: data (T, C), scale (ceil(C / 128), T)."""
     data, scale = quantize_blocks(x, (1, BLOCK), fmt)
     return data, scale.t().contiguous()
 
 
 def row_blocks_t(x: Tensor, fmt: Float8) -> Tuple[Tensor, Tensor]:
-    """x^T in 1x128 blocks along the tokens: data (C, P), padded with zeros, scale (ceil(T / 128), C)."""
+    """Quantize x^T in 1x128 blocks along the tokens: data (C, P), padded with zeros, scale (ceil(T / 128), C)."""
     data, scale = row_blocks(x.t(), fmt)
     missing = padded_tokens(x.shape[0]) - x.shape[0]
     return F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype), scale
 
 
 def empty_rows(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
-    """Uninitialised data (T, C) = shape and scale (ceil(C / 128), T) of a 1x128 operand, on x's device."""
+    """Allocate data (T, C) = shape and scale (ceil(C / 128), T) of a 1x128 operand, on x's device."""
     rows, columns = shape
     return x.new_empty(rows, columns, dtype=dtype), x.new_empty(blocks(columns), rows, dtype=torch.float32)
 
 
 def empty_rows_t(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
-    """Uninitialised data (C, P) and scale (ceil(T / 128), C) of the transposed operand of a tensor (T, C) = shape."""
+    """Allocate data (C, P) and scale (ceil(T / 128), C) of the transposed operand of a tensor (T, C) = shape."""
     return empty_rows(x, (shape[1], padded_tokens(shape[0])), dtype)
 
 
@@ -191,7 +194,7 @@ def empty_rows_t(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tuple[T
 
 @op
 def block_quantize(x: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
-    """x (T, C) in 1x128 blocks: FP8 data (T, C), FP32 scale (ceil(C / 128), T)."""
+    """Quantize x (T, C) in 1x128 blocks: FP8 data (T, C), FP32 scale (ceil(C / 128), T)."""
     return row_blocks(x.contiguous(), FLOAT8[fmt])
 
 
@@ -230,7 +233,7 @@ def _(x, fmt):
 
 @op
 def block_quantize_both(x: Tensor, fmt: str) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (T, C) in both layouts from one read: `block_quantize`, then `block_quantize_t`."""
+    """Return the results of `block_quantize`, then of `block_quantize_t`, from one read of x (T, C)."""
     x = x.contiguous()
     return *row_blocks(x, FLOAT8[fmt]), *row_blocks_t(x, FLOAT8[fmt])
 
@@ -243,7 +246,7 @@ def _(x, fmt):
 
 @op
 def block_quantize_t(x: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
-    """x (T, C) transposed, in 1x128 blocks along the tokens: FP8 data (C, P), FP32 scale (ceil(T / 128), C)."""
+    """Quantize x (T, C) transposed, in 1x128 blocks along tokens: FP8 data (C, P), FP32 scale (ceil(T / 128), C)."""
     return row_blocks_t(x.contiguous(), FLOAT8[fmt])
 
 
@@ -264,7 +267,7 @@ def _(x, fmt):
     return _launch_transposed(x.contiguous(), fmt, VALUES_STRIP)
 
 
-# ---- kept codes: a weight gradient's operand -------------------------------------------------------------------------
+# ---- saved codes: a weight gradient's operand ------------------------------------------------------------------------
 
 
 @op
@@ -272,10 +275,10 @@ def requantize_t(
     codes: Tensor, group_amax: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], scale: Tensor, code: str,
     group_size: int,
 ) -> Tensor:  # fmt: skip
-    """Kept codes (T, C) -> (decoded * weight + bias) as transposed E4M3 operand (C, P) with the forward's scale.
+    """Return (decoded codes (T, C)) * weight + bias as transposed E4M3 operand (C, P), with the forward's scale (0-d).
 
-    With a norm's weight and bias (C,) this rebuilds the norm's output from its kept normalised value, so the forward's
-    FP8 operand need not be kept; without either it serves what reads the residual stream itself.
+    With a norm's weight and bias (C,) this recomputes the norm's output from its saved normalised input, so that the
+    forward's FP8 operand need not be saved. Without them it serves layers that read the residual stream itself.
     """
     y = _decoded(codes, group_amax, weight, bias, code, group_size)
     return transpose_padded(cast_float8(y * (1.0 / scale), E4M3))
@@ -285,7 +288,7 @@ def requantize_t(
 def block_requantize_t(
     codes: Tensor, group_amax: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], code: str, group_size: int
 ) -> Tuple[Tensor, Tensor]:
-    """The same in 1x128 blocks, data (C, P), scale (ceil(T / 128), C): the forward's are along the other axis."""
+    """Return the same with new scales in 1x128 blocks along the tokens: data (C, P), scale (ceil(T / 128), C)."""
     return row_blocks_t(_decoded(codes, group_amax, weight, bias, code, group_size), E4M3)
 
 
@@ -324,7 +327,7 @@ def _(codes, group_amax, weight, bias, code, group_size):
 
 @triton.jit
 def _load_row(x_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
-    """Rows t of a tile (BT / 4, NG, GP), decoded unless CODE is None, and which are inside."""
+    """Load rows t of a tile (BT / 4, NG, GP), decoded unless CODE is None; return them and which are inside."""
     if CODE is not None:
         return decode_rows(x_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE)
     else:
@@ -392,12 +395,15 @@ def _launch_transposed(
     x: Tensor, fmt: str, strip: Strip, kept: Sequence[Any] = (None, None, None), code: Optional[int] = None,
     group_size: int = BLOCK, given: Optional[Tensor] = None, plain: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x (T, C), values or codes, contiguous -> its transposed operand, and `plain` filled if given. kept: maxima,
-    weight and bias; given: the scale, with one for the tensor."""
+    """Launch the kernel on x (T, C), contiguous values or codes; return the transposed operand.
+
+    kept: maxima, weight and bias. given: the scale, if there is one per tensor. plain: outputs in x's own layout, which
+    are filled too.
+    """
     (tokens, columns), gp, is_blocks = x.shape, power_of_2(group_size), given is None
     out_t, scale_t = empty_rows_t(x, x.shape, FLOAT8[fmt].dtype)
     padded, scale_t, rows = out_t.shape[1], scale_t if given is None else given, BLOCK if is_blocks else TENSOR_TOKENS
-    # A strip is part of a group only where groups are powers of 2.
+    # A strip may be part of a group only if groups are powers of 2.
     width = strip.columns if is_blocks and gp == group_size else max(strip.columns, gp)
     across = cdiv(columns, width if gp == group_size else width // gp * group_size)
     _transpose_kernel[(across, token_blocks(padded)) if is_blocks else (cdiv(padded, rows), across)](

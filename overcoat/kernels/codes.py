@@ -1,6 +1,6 @@
-"""Codes of kept tensors as device functions: `encode` and `decode`, the twins of those in overcoat/formats/groups.py.
+"""Codes of saved tensors as device functions: `encode` and `decode` equal formats/groups.py's bit for bit.
 
-They equal their twins bit for bit. A new format is a constant, a branch in `encode` and one in `decode`.
+A new format needs a constant, a branch in `encode` and one in `decode`.
 
 Legend: G group size.
 """
@@ -22,26 +22,26 @@ AMAX_FLOOR = tl.constexpr(2.0**-100)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
 SIGN = tl.constexpr(-(2**31))
 
-# Kept-tensor codes as compile-time constants; sqrt8 is what is neither.
+# Codes as compile-time constants; any other value is sqrt8.
 E4M3_CODE = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}
 
 
 def empty_codes(x: Tensor, groups: Sequence[int], code: str) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes of x, and BF16 maxima of so many groups."""
+    """Allocate codes in x's shape, and BF16 maxima of shape `groups`."""
     return x.new_empty(*x.shape, dtype=group_code(code).dtype), x.new_empty(*groups, dtype=torch.bfloat16)
 
 
 @triton.jit
 def _ratio(TOP: tl.constexpr, amax):
-    """TOP / amax, or 0 where amax is (nearly) zero or NaN. `formats._ratio`."""
+    """Return TOP / amax, or 0 where amax is (nearly) zero or NaN: `_ratio` in formats/groups.py."""
     return tl.where(amax >= AMAX_FLOOR, reciprocal(amax * (1.0 / TOP)), 0.0)
 
 
 @triton.jit
 def encode(x, amax, CODE: tl.constexpr):
-    """Codes of x (..., G) for the groups' stored maxima amax (..., 1), both FP32. `formats.encode_groups`."""
+    """Encode x (..., G) with the groups' stored maxima amax (..., 1), both FP32: `formats.encode_groups`."""
     if CODE == E4M3_CODE:
         return to_float8(x * _ratio(448.0, amax), tl.float8e4nv)
     elif CODE == INT8:
@@ -58,7 +58,7 @@ def encode(x, amax, CODE: tl.constexpr):
 
 @triton.jit
 def store_codes(x, codes_ptr, amax_ptr, inside, known, CODE: tl.constexpr, AXIS: tl.constexpr):
-    """Write codes and maxima of x, FP32, whose groups lie along the last axis, number AXIS; exact maxima, FP32."""
+    """Store codes and maxima of x, FP32, groups along the last axis, AXIS; return the exact maxima, FP32."""
     exact = max_magnitude(x, AXIS)
     amax = exact.to(tl.bfloat16)
     tl.store(amax_ptr, amax, mask=known)
@@ -68,7 +68,7 @@ def store_codes(x, codes_ptr, amax_ptr, inside, known, CODE: tl.constexpr, AXIS:
 
 @triton.jit
 def decode(codes, amax, CODE: tl.constexpr):
-    """FP32 values of codes (..., G) with maxima amax (..., 1) in FP32. `formats.decode_groups`."""
+    """Decode codes (..., G) with maxima amax (..., 1) in FP32 to FP32: `formats.decode_groups`."""
     if CODE == E4M3_CODE:
         return codes.to(tl.float32) * (amax * (1.0 / 448.0))
     elif CODE == INT8:
@@ -80,7 +80,7 @@ def decode(codes, amax, CODE: tl.constexpr):
 
 @triton.jit
 def pack_bf12(x, amax):
-    """`bf12.encode_bf12` of x (..., D) for stored maxima amax (..., 1), both FP32: 12 bits as int32."""
+    """Encode x (..., D) with stored maxima amax (..., 1), both FP32, in 12 bits as int32: `bf12.encode_bf12`."""
     field = 254 - (amax.to(tl.int32, bitcast=True) >> 23)
     power = (tl.maximum(field, 0) << 23).to(tl.float32, bitcast=True)
     bits = (x * power * 2.0**-112).to(tl.int32, bitcast=True) + 0x8000
@@ -89,7 +89,7 @@ def pack_bf12(x, amax):
 
 @triton.jit
 def load_bf12(upper, lower, amax):
-    """`bf12.decode_bf12`: FP32 of upper bits int8 and lower bits int32 below 16, for maxima amax (..., 1) in FP32."""
+    """Decode upper bits int8 and lower bits int32 (0 to 15), maxima amax (..., 1) FP32: `bf12.decode_bf12`."""
     codes = (upper.to(tl.int32) << 4) | lower
     z = ((codes & 0x7FF) << 16) | (codes & SIGN)
     power = ((amax.to(tl.int32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True)

@@ -1,17 +1,17 @@
-"""cuBLASLt by its C interface, for another of its kernels than the one that PyTorch takes, and for bias and residual.
+"""FP8 GEMMs through cuBLASLt's C interface: choose a faster kernel than PyTorch does, and fuse bias and residual.
 
-cuBLASLt recommends, of some eight kernels, the one that is fastest on a cool GPU, and `torch._scaled_mm` takes it. In
-training an H200 draws its 700 W and lowers its clock: there 192 x 192 tiles, the first choice for wide results, take 6%
-longer for a 7B's gate and up than 168 x 128. All kernels that do not split K return the same bits. So the choice is by
-a model of the time, fitted on hot H200s for K from 2,048 to 38,000 and 4,096 to 16,384 rows (docs/research/kernels.md):
+cuBLASLt ranks about eight kernels by their speed on a cool GPU, and `torch._scaled_mm` takes the first. In training an
+H200 reaches its 700 W and lowers its clock: then 192 x 192 tiles, the first choice for wide results, take 6% longer for
+a 7B's gate and up than 168 x 128. All kernels that do not split K return the same bits. So the kernel is chosen by a
+model of the time, fitted on hot H200s for K from 2,048 to 38,000 and 4,096 to 16,384 rows (docs/research/kernels.md):
 
     time = waves * area * (per_product + per_tile * 4096 / K)
 
-waves: how often all multiprocessors get a tile, the last, unfinished round counted whole; area of a tile. What is per
-tile (its epilogue) counts less the longer K is. It takes 2.3% off a block of Llama-2-7B.
+waves: rounds of one tile per multiprocessor, an unfinished round counted whole; area of a tile. The cost per tile (its
+epilogue) matters less the longer K is. This takes 2.3% off a block of Llama-2-7B.
 
-cuBLASLt is column-major: D = A @ B^T in rows is D^T = B @ A^T in columns. So B, a column-major (K, N) matrix, is its
-first operand, transposed, and A its second. Source: cublasLt.h of CUDA 12 and 13, whose numbers the constants repeat.
+cuBLASLt is column-major: a row-major D = A @ B^T is a column-major D^T = B @ A^T. So B, a column-major (K, N) matrix,
+is its first operand, transposed, and A its second. The constants are those of cublasLt.h, CUDA 12 and 13.
 
 Legend: M rows, N columns of the result, K the contracted axis; all of row-major D = A @ B^T.
 """
@@ -31,7 +31,7 @@ from overcoat.kernels.launch import cdiv
 
 
 class Tile(NamedTuple):
-    """A kernel's tile of the result, and how many tiles of a cluster lie side by side in either direction."""
+    """A kernel's tile of the result, the shape of its cluster in tiles, and its fitted times."""
 
     columns: int
     rows: int
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     per_tile: float
 
 
-# The shortest K that was measured.
+# The shortest K measured.
 SHORTEST = 2048
 # By cuBLASLt's numbers of the tile and of the cluster's shape (cublasLtMatmulTile_t, cublasLtClusterShape_t).
 TILES = {
@@ -53,7 +53,7 @@ TILES = {
 
 
 def relative_time(tile: Tile, rows: int, columns: int, inner: int, processors: int) -> float:
-    """Time of D (rows, columns) with this tile, in units that are the same for all tiles; inner: K."""
+    """Return the modelled time of D (rows, columns) with a tile, in a unit common to all tiles; inner: K."""
     across = cdiv(cdiv(columns, tile.columns), tile.across) * tile.across
     down = cdiv(cdiv(rows, tile.rows), tile.down) * tile.down
     waves = cdiv(across * down, processors)
@@ -61,10 +61,10 @@ def relative_time(tile: Tile, rows: int, columns: int, inner: int, processors: i
 
 
 def choose(offered: Sequence[tuple[int, int]], rows: int, columns: int, inner: int, processors: int) -> int:
-    """The place of the fastest kernel in `offered`, (tile, cluster) in the order of cuBLASLt's recommendation.
+    """Return the index of the fastest kernel in `offered`, (tile, cluster) pairs in cuBLASLt's order.
 
-    The first one where the result is small (less than two rounds of large tiles: tails decide there, which the model
-    does not know), where K is shorter than any that was measured, and where none of `TILES` is offered.
+    0 if the result is small (less than two waves of large tiles, where the model is inaccurate), if K is below
+    `SHORTEST`, or if none of `TILES` is offered.
     """
     if rows * columns < 2 * processors * 256 * 128 or inner < SHORTEST:
         return 0
@@ -74,11 +74,11 @@ def choose(offered: Sequence[tuple[int, int]], rows: int, columns: int, inner: i
 
 # ---- the library -----------------------------------------------------------------------------------------------------
 
-# What PyTorch allows on Hopper too unless told otherwise, so that the library makes the same offers; kernels asked for.
+# PyTorch's default workspace on Hopper, so that the library offers the same kernels; and the most kernels to ask for.
 MAX_WORKSPACE, MAX_OFFERS = 32 * 2**20, 16
-# A large product's workspace is 4 bytes, the counter by which its programs share the tiles out.
+# Bytes of workspace that stay allocated. A large GEMM needs 4: a counter by which its programs take tiles.
 KEPT_WORKSPACE = 512
-# Bytes that all addresses of a plan are multiples of: as the allocator gives them.
+# All addresses of a plan are multiples of this many bytes, as the allocator returns them.
 ALIGNMENT = 256
 # cudaDataType_t
 _TYPES = {torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
@@ -99,7 +99,7 @@ class _Offer(Structure):
 
 @functools.cache
 def library() -> Optional[Any]:
-    """The cuBLASLt that this PyTorch has loaded, or None where there is none."""
+    """Return the cuBLASLt that this PyTorch has loaded, or None if there is none."""
     try:
         lib = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
     except OSError:
@@ -117,7 +117,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
-    """The library's handle of a GPU; made once and kept."""
+    """Return the library's handle of a GPU, created once."""
     handle = c_void_p()
     with torch.cuda.device(device):
         _call("cublasLtCreate", byref(handle))
@@ -137,7 +137,7 @@ def _config(offer: _Offer, attribute: int) -> int:
 
 
 class Plan:
-    """A product's descriptor, layouts and offered kernels. place: of the chosen one, 0: PyTorch takes the same."""
+    """A GEMM's descriptor, layouts and offered kernels. place: index of the chosen one; 0: PyTorch's choice."""
 
     def __init__(
         self, device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool, biased: bool
@@ -147,7 +147,7 @@ class Plan:
         self.lib = lib
         self.handle, self.descriptor, self.lock = _handle(device), c_void_p(), threading.Lock()
         self.columns, self.layouts = columns, [c_void_p() for _ in range(3)]
-        self.addresses = (c_uint64 * 3)()  # of scales and bias, on their way into the descriptor
+        self.addresses = (c_uint64 * 3)()  # of scales and bias, copied from here into the descriptor
         self.pointers = [_A_SCALE_POINTER, _B_SCALE_POINTER, _BIAS_POINTER][: 2 + biased]
         _call("cublasLtMatmulDescCreate", byref(self.descriptor), 68, 0)  # CUBLAS_COMPUTE_32F, CUDA_R_32F
         settings = [(_TRANSA, c_int(1)), (_FAST_ACCUM, c_int8(fast)), (_EPILOGUE, c_int(_EPILOGUE_BIAS))]
@@ -179,7 +179,7 @@ class Plan:
             self.take(choose(kinds, rows, columns, inner, processors))
 
     def take(self, place: int) -> None:
-        """Choose the kernel at a place in `offers`."""
+        """Choose the kernel at index `place` of `offers`."""
         self.place, offer = place, self.offers[place]
         self.algorithm, self.workspace = byref(offer.algorithm), offer.workspace
 
@@ -187,16 +187,16 @@ class Plan:
         self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, device: int, bias: Optional[Tensor] = None,
         residual: Optional[Tensor] = None,
     ) -> Tensor:  # fmt: skip
-        """(a @ b^T) * scale_a * scale_b in BF16, plus bias, if the plan is of one, and residual, if given."""
+        """Return (a @ b^T) * scale_a * scale_b in BF16, plus bias, if the plan was made for one, plus residual."""
         lib, descriptor, (first, second, result) = self.lib, self.descriptor, self.layouts
         out = a.new_empty(a.shape[0], self.columns, dtype=torch.bfloat16)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        # The default stream's is kept. Not that of others: what is allocated for a graph nobody may keep.
+        # Only the default stream's workspace stays allocated: memory allocated for a CUDA graph must not.
         is_kept = stream == 0 and self.workspace <= KEPT_WORKSPACE
         workspace = _workspace(device) if is_kept else a.new_empty(self.workspace, dtype=torch.uint8)
         place, describe = out.data_ptr(), lib.cublasLtMatmulDescSetAttribute
         beta, added = (_ZERO, place) if residual is None else (_ONE, residual.data_ptr())
-        # The call copies the descriptor; until then no other thread may write its own addresses into it.
+        # The call copies the descriptor; until then no other thread may write its addresses into it.
         with self.lock:
             self.addresses[0], self.addresses[1] = scale_b.data_ptr(), scale_a.data_ptr()
             if bias is not None:
@@ -218,12 +218,15 @@ class Plan:
         self.lib.cublasLtMatmulDescDestroy(self.descriptor)
 
 
-# A new number of tokens is a new plan, hence a bound.
+# Each number of tokens needs a plan of its own, hence a bound.
 @functools.lru_cache(maxsize=4096)
 def plan(
     device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool, biased: bool
 ) -> Optional[Plan]:
-    """Return the measured kernel of a GEMM into BF16 on Hopper, arguments as of `gemm`; None if there is none."""
+    """Return the `Plan` of a GEMM into BF16 on Hopper; None elsewhere, or for sizes that cuBLASLt does not take.
+
+    rows, columns, inner: M, N, K; a, b: dtypes; fast: as in `gemm`; biased: True if a bias is added.
+    """
     is_small = rows * columns * inner == 0 or (columns | inner) % 16
     if is_small or not fast or torch.cuda.get_device_capability(device)[0] != 9 or library() is None:
         return None

@@ -2,14 +2,12 @@
 
 To equal plain PyTorch bit for bit, a kernel does the same FP32 operations in the same order. Three things need care:
 
-* a product that feeds a sum would be contracted into one FMA: kernels are launched with `EXACT`, which forbids it, and
-  write `tl.fma` where they want one;
-* roots, powers and reciprocals per element: the hardware's instructions, on both sides (hardware.py); at ten bytes
-  per element and 4 TB/s there is time for 25 instructions, a correctly rounded root takes ten. Divisions per
-  group or tensor are IEEE-rounded;
+* FMA: the compiler would contract a product and a sum into one. Kernels are launched with `EXACT`, which forbids it,
+  and call `tl.fma` where they need one;
+* roots, powers and reciprocals per element: kernel and reference both use the hardware's approximate instructions
+  (hardware.py). At ten bytes per element and 4 TB/s there is time for 25 instructions; a correctly rounded root takes
+  ten. Divisions per group or tensor are IEEE-rounded;
 * maxima: the plain floating-point maximum drops NaN; here NaN wins, as in PyTorch.
-
-Legend: G group size; shapes of device functions are those of their operands.
 """
 
 from __future__ import annotations
@@ -32,27 +30,27 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 @functools.cache
 def inverse_max(fmt: str) -> float:
-    """1 / (largest finite value) of an FP8 format: the compile-time factor from amax to scale."""
+    """Return 1 / (largest finite value) of an FP8 format: the compile-time factor from amax to scale."""
     return 1.0 / FLOAT8[fmt].max
 
 
 @functools.cache
 def power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n."""
+    """Return the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 @triton.jit
 def larger(a, b):
-    """The larger of a and b; NaN if one is NaN."""
+    """Return the larger of a and b; NaN if one is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def max_magnitude(x, axis: tl.constexpr):
-    """max |x| along an axis; NaN if one is NaN."""
+    """Return max |x| along an axis; NaN if one is NaN."""
     if INTERPRETED:
-        # Its general reduction walks in Python; the bits of |x| as integers order like the values, NaN on top.
+        # The interpreter's tl.reduce is a Python loop. As integers the bits of |x| have the same order, NaN largest.
         return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
     else:
         return tl.reduce(tl.abs(x), axis, larger)
@@ -60,7 +58,7 @@ def max_magnitude(x, axis: tl.constexpr):
 
 @triton.jit
 def as_words(pointer, BITS: tl.constexpr):
-    """The pointer to bytes as one to int16 or int32: FP8 of neighbouring rows, stored together."""
+    """Cast a pointer to bytes to int16 or int32, to store the FP8 of consecutive rows together."""
     return pointer.to(tl.pointer_type(tl.int16 if BITS == 16 else tl.int32), bitcast=True)
 
 
@@ -72,7 +70,7 @@ def atomic_amax(pointer, amax):
 
 @triton.jit
 def scale_of(amax, INVERSE_MAX: tl.constexpr):
-    """`formats.scale_from_amax`: the scale that maps amax to the format's maximum; 1 for 0; NaN passes."""
+    """Return the scale that maps amax to the format's maximum, 1 for 0, NaN for NaN: `formats.scale_from_amax`."""
     scale = amax * INVERSE_MAX
     scale = tl.where(scale < SCALE_FLOOR, SCALE_FLOOR, scale)
     return tl.where(amax == 0, 1.0, scale)
@@ -80,7 +78,7 @@ def scale_of(amax, INVERSE_MAX: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale):
-    """1 / scale, IEEE-rounded: what values are multiplied by before the cast."""
+    """Return 1 / scale, IEEE-rounded: the factor before the cast to FP8."""
     if INTERPRETED:
         return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], tl.float32, is_pure=True, pack=1)
@@ -88,7 +86,7 @@ def inverse_of(scale):
 
 @triton.jit
 def to_float8(x, TYPE: tl.constexpr):
-    """FP32 to E4M3 or E5M2, to nearest even and saturating: what the hardware does; NaN stays NaN."""
+    """Cast FP32 to E4M3 or E5M2, to nearest even, saturating, as the hardware does; NaN stays NaN."""
     if INTERPRETED:
         top: tl.constexpr = 57344.0 if tl.float8e5 == TYPE else 448.0
         x = tl.where(x > top, top, tl.where(x < -top, -top, x))
@@ -97,10 +95,10 @@ def to_float8(x, TYPE: tl.constexpr):
 
 @triton.jit
 def pack_rows(even, odd, TYPE: tl.constexpr):
-    """FP8 bytes of two neighbouring rows as one int16, the even row's in the low half.
+    """Pack the FP8 bytes of two consecutive rows in one int16, the even row's in the low half.
 
-    Transposed through 16-bit words, bytes move two at a time: Triton has fast paths for 16 bits, for 8 it stores single
-    bytes to shared memory (some come out wrong: tiles.store_quad_rows). One instruction converts and packs both.
+    Triton transposes 16-bit words fast; 8-bit ones go to shared memory byte by byte (some come out wrong:
+    tiles.store_quad_rows). One instruction converts and packs both.
     """
     if INTERPRETED:
         low = to_float8(even, TYPE).to(tl.uint8, bitcast=True).to(tl.int16)
@@ -117,7 +115,7 @@ def pack_rows(even, odd, TYPE: tl.constexpr):
 
 @triton.jit
 def pack_quads(x0, x1, x2, x3, TYPE: tl.constexpr):
-    """FP8 bytes of four neighbouring rows as one int32, the first in the lowest byte."""
+    """Pack the FP8 bytes of four consecutive rows in one int32, the first in the lowest byte."""
     if INTERPRETED:
         low = pack_rows(x0, x1, TYPE).to(tl.int32) & 0xFFFF
         return low | (pack_rows(x2, x3, TYPE).to(tl.int32) << 16)

@@ -1,12 +1,12 @@
-"""The FP8 matrix products: D = A @ B^T, both operands K-major, with one scale per tensor (`gemm`) or per block.
+"""The FP8 GEMMs: D = A @ B^T, both operands K-major, with one scale per tensor (`gemm`) or per block (`block_gemm`).
 
-On GPUs with FP8 tensor cores these are cuBLASLt's, through PyTorch or, where another kernel is faster, cublaslt.py:
-`gemm` on sm_89 and newer, `block_gemm`, of A with 1x128 scales and B with 1x128 or 128x128 (blockwise.py), on Hopper
-alone. Elsewhere the decoded values are multiplied in FP32, which is the same product: an FP8 product is exact in FP32,
-only the summation order differs.
+On GPUs with FP8 tensor cores they run in cuBLASLt, through PyTorch or, where another kernel is faster, cublaslt.py:
+`gemm` on sm_89 and newer; `block_gemm`, A with 1x128 scales and B with 1x128 or 128x128 (blockwise.py), on Hopper only.
+Elsewhere the decoded values are multiplied in FP32. The product of two FP8 numbers is exact in FP32, so only the order
+of summation differs.
 
-`block_gemm` adds up 128 products at a time in the tensor cores and the scaled sums in FP32, so its accumulation is
-always full.
+`block_gemm` sums 128 products at a time in the tensor cores and adds the scaled sums in FP32: its accumulation is
+always in full precision.
 
 Legend: M rows of A, N rows of B, K the contraction axis.
 """
@@ -31,15 +31,15 @@ def gemm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor], dtype: torch.dtype, fast: bool,
     residual: Optional[Tensor] = None,
 ) -> Tensor:  # fmt: skip
-    """D = (A @ B^T) * scale_a * scale_b + bias + residual, (M, N) of `dtype`.
+    """Return D = (A @ B^T) * scale_a * scale_b + bias + residual, (M, N) of `dtype`.
 
     Args:
         a: (M, K) FP8; b: (N, K) FP8; not both E5M2.
         scale_a, scale_b: 0-d FP32 dequantization scales.
-        bias: (N,) or None; on a GPU, where `dtype` is FP32 or N no multiple of 16, it comes to a rounded product.
-        fast: let the tensor cores keep their 14-bit accumulators for the whole K (forward products); False promotes to
-            FP32 every few instructions.
-        residual: (M, N) or None; on a GPU, where cublaslt.py does not serve, it comes to a rounded product.
+        bias: (N,) or None; on a GPU it is added after rounding if `dtype` is FP32 or N is no multiple of 16.
+        fast: True lets the tensor cores use their 14-bit accumulators for the whole K (forward GEMMs); False promotes
+            to FP32 every few instructions.
+        residual: (M, N) or None; on a GPU it is added after rounding unless cublaslt.py runs the GEMM.
     """
     product = (decode_float8(a) @ decode_float8(b).t()) * (scale_a * scale_b)
     product = product if bias is None else product + bias.float()
@@ -61,7 +61,7 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast, residual=None):
     addresses = a.data_ptr() | b.data_ptr() | added.data_ptr() | (0 if inside is None else inside.data_ptr())
     if dtype == torch.bfloat16 and addresses % cublaslt.ALIGNMENT == 0:
         plan = cublaslt.plan(device, a.shape[0], columns, a.shape[1], a.dtype, b.dtype, fast, bias is not None)
-        # PyTorch knows where multiprocessors are to be left free.
+        # PyTorch's own call respects a carve-out of multiprocessors; a plan does not.
         is_free = device == torch._C._cuda_getDevice() and torch._C._get_sm_carveout_experimental() is None
         is_dense = a.is_contiguous() and b.is_contiguous() and added.is_contiguous()
         if plan is not None and is_free and is_dense:
@@ -77,12 +77,12 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast, residual=None):
 
 
 def _inside(bias: Tensor, dtype: torch.dtype, is_whole: bool) -> Optional[Tensor]:
-    """The bias, if cuBLASLt can add it: 16 bits to a 16-bit result that is not padded."""
+    """Return the bias in `dtype` if cuBLASLt can add it: the result is 16-bit and not padded; else None."""
     return bias.to(dtype).contiguous() if is_whole and dtype != torch.float32 else None
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:
-    """x with so many more rows, and its columns rounded up to a multiple of 16; zeros."""
+    """Pad x with `rows` rows of zeros, and its columns to a multiple of 16."""
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % 16, 0, rows)).view(x.dtype)
 
 
@@ -90,7 +90,7 @@ def _pad(x: Tensor, rows: int) -> Tensor:
 def block_gemm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, bias: Optional[Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """D = A @ B^T + bias, (M, N) of `dtype`, of operands with block scales. Tensor cores multiply E4M3 only.
+    """Return D = A @ B^T + bias, (M, N) of `dtype`, of operands with block scales; in tensor cores only if both E4M3.
 
     Args:
         a: (M, K) FP8; scale_a: (ceil(K / 128), M) FP32.
@@ -112,7 +112,7 @@ def _(a, b, scale_a, scale_b, square, bias, dtype):
 
 
 def why_no_block_gemm(device: torch.device) -> Optional[str]:
-    """The reason why products with block scales do not run in a device's tensor cores, or None if they do."""
+    """Return the reason why GEMMs with block scales do not run in a device's tensor cores, or None if they do."""
     if device.type != "cuda":
         return f"{device} has no FP8 tensor cores"
     major, minor = torch.cuda.get_device_capability(device)
@@ -140,7 +140,7 @@ def _(a, b, scale_a, scale_b, square, bias, dtype):
     if (rows | columns | a.shape[1]) % 16:
         a, b = _pad(a, -rows % 16), _pad(b, -columns % 16)
         scale_a = F.pad(scale_a, (0, a.shape[0] - rows))
-        # A 128x128 scale covers the rows that are added.
+        # 128x128 scales already cover the added rows.
         scale_b = scale_b if square else F.pad(scale_b, (0, b.shape[0] - columns))
     inside = None if bias is None else _inside(bias, dtype, b.shape[0] == columns)
     recipe_b = F.ScalingType.BlockWise128x128 if square else F.ScalingType.BlockWise1x128

@@ -1,7 +1,8 @@
-"""Kept tensors: 8-bit codes per 1xG group; and the vector taken out of v. As transposed operand: blockwise.py.
+"""Encode and decode saved tensors: 8-bit codes per 1xG group; and the vector that is subtracted from attention's v.
 
-Both kernels are bound by memory: with N elements of 2 bytes they move 3N. Decoding takes the tensor's T * n groups as
-one list, NG of them a program, one group along a tile's second axis; encoding takes tiles of (BT tokens, NG groups).
+As transposed operand: blockwise.py. Both kernels are bound by memory: with N elements of 2 bytes they move 3N bytes.
+Decoding takes the tensor's T * n groups as one list, NG of them a program, one group along a tile's second axis;
+encoding takes tiles of (BT tokens, NG groups).
 
 Legend: T tokens (rows), C columns, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
@@ -30,8 +31,8 @@ GROUP_TILE, STRIP = 4096, 256
 def token_center(x: Tensor) -> Tensor:
     """Return the mean over at most 256 evenly spaced rows of x (T, C), FP32 (C,).
 
-    Biases and outlier channels add the same vector to every token's v. It cancels in attention's gradients
-    (softmax does not see it), its quantization error would not. Any vector decodes exactly, so a sample will do.
+    Biases and outlier channels add the same vector to every token's v. It cancels in attention's gradients, but its
+    quantization error would not. Any vector may be subtracted and added back, so a sample is enough.
     """
     step = max(1, -(-x.shape[0] // CENTER_ROWS))
     return x[::step].mean(0, dtype=torch.float32)
@@ -44,7 +45,7 @@ def _(x):
 
 @op
 def group_encode(x: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
-    """Kept-tensor codes (T, C) and BF16 group maxima (T, n) of x (T, C)."""
+    """Encode x (T, C): 8-bit codes (T, C) and BF16 group maxima (T, n)."""
     data, scale = encode_groups(x.contiguous(), code, group_size)
     return data, scale
 

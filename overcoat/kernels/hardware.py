@@ -1,9 +1,9 @@
-"""log2, exp2, sqrt, 1/x and x y + z as a GPU has them: one instruction each.
+"""log2, exp2, sqrt, 1/sqrt(x), 1/x and x y + z as ops that use the GPU's own instruction for each.
 
 The optimizer's step has a budget of about a hundred instructions per parameter; an exactly rounded division or root
-costs a dozen. So kernels use the approximate instructions, and references on a GPU the same: both give the same bits.
-On a CPU these are PyTorch's functions, the only place where devices differ: by some 2^-22 of a value, so a stored code
-may differ in a near tie. `fma` goes through FP64 there, whose own rounding changes one result of some 2^28.
+costs a dozen. So kernels use the approximate instructions, and references on a GPU use the same: both give the same
+bits. On a CPU these are PyTorch's functions. This is the only place where devices differ: by about 2^-22 of a value, so
+a stored code may differ in a near tie. `fma` goes through FP64 on a CPU, which changes one result in about 2^28.
 
     log2         lg2.approx.ftz      exact at 1; -inf at 0
     exp2         ex2.approx.ftz      exact at 0; 0 at -inf
@@ -28,7 +28,7 @@ from overcoat.kernels.op import Op, op
 
 
 def _elementwise(exact: Callable[[Tensor], Tensor], instruction: Any) -> Op:
-    """The op of one argument (FP32) with the name of PyTorch's function."""
+    """Return the op of one FP32 argument with the name of PyTorch's function `exact`."""
 
     def reference(x: Tensor) -> Tensor:
         return exact(x.contiguous())
@@ -49,7 +49,7 @@ reciprocal = _elementwise(torch.reciprocal, instructions.reciprocal)
 
 @op
 def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """x y + z of FP32 tensors that broadcast together, rounded once."""
+    """Return x y + z of FP32 tensors that broadcast together, rounded once."""
     return torch.addcmul(z.double(), x.double(), y.double()).float().contiguous()
 
 

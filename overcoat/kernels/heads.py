@@ -1,14 +1,14 @@
-"""Heads of q, k and v: their rotary position embedding, forth and back, and how attention keeps them.
+"""Heads of q, k and v: rotary position embedding, forward and backward, and the codes in which attention saves them.
 
-q and k are kept in 12 bits (formats/bf12.py), v in an 8-bit code, a group per token and head:
+q and k are saved in 12 bits (formats/bf12.py), v in an 8-bit code, one group per token and head:
 
     codes       int8 (T, (num_q + 2 num_kv) * D): the upper bits of q and k, then v's bytes
     lower       uint8 (T, (num_q + num_kv) * D/2): the lower bits of q and k, two in a byte
     group_amax  BF16 (T, num_q + 2 num_kv): the maximum of each head, of v less its center
 
-A head of v that is smaller with its center than without is kept as it is, and its maximum negative: else an error in
-proportion to the center would be all that is left of a v near 0. Where a row begins with the padding token, v and o are
-0 and the next norm's gradient 1 / sqrt(eps) times too large for any error of o.
+If max |v| of a head is smaller than max |v - center|, v is saved without subtracting the center, and its maximum is
+stored negative. Otherwise a v near 0 would get an error in proportion to the center. This matters where a row begins
+with the padding token: v and o are 0 there, and the next norm's backward multiplies any error of o by 1 / sqrt(eps).
 
 Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and sin.
 """
@@ -29,13 +29,13 @@ from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import dense_rows
 from overcoat.kernels.tiles import load_inside
 
-# The least maximum that is stored negative: -0 is not below 0.
+# The smallest magnitude of a maximum stored negative: -0 is not below 0.
 TINY = 2.0**-126
 _TINY = tl.constexpr(TINY)
 
 
 def split_heads(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """The fused buffer's q, k and v (T, heads, D) in FP32."""
+    """Split the fused buffer into q, k and v (T, heads, D) in FP32."""
     count = num_q + 2 * num_kv
     heads = qkv.contiguous().view(qkv.shape[0], count, qkv.shape[1] // count).float()
     q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
@@ -43,32 +43,32 @@ def split_heads(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, T
 
 
 def per_token(table: Tensor, tokens: int) -> Tensor:
-    """cos or sin (P, D) as (T, 1, D) FP32."""
+    """Repeat cos or sin (P, D) to (T, 1, D) FP32."""
     return table.float().repeat(tokens // table.shape[0], 1).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads (T, heads, D), cos and sin (T, 1, D)."""
+    """Rotate heads x (T, heads, D) by cos and sin (T, 1, D)."""
     x1, x2 = x.chunk(2, -1)
     return x * cos + torch.cat((-x2, x1), -1) * sin
 
 
 def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads' gradients (T, heads, D) in FP32, cos and sin (P, D)."""
+    """Return the gradient of `rotate`'s input from dy (T, heads, D) in FP32; cos and sin (P, D)."""
     cos, sin = per_token(cos, dy.shape[0]), per_token(sin, dy.shape[0])
     s1, s2 = (dy * sin).chunk(2, -1)
     return dy * cos + torch.cat((s2, -s1), -1)
 
 
 def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
-    """Gradient of the fused buffer in FP32."""
+    """Return the gradient of the fused buffer (T, C) in FP32, from those of rotated q and k, and of v."""
     width = dq.shape[1] // num_q
     gq, gk, gv = (part.contiguous().unflatten(1, (-1, width)).float() for part in (dq, dk, dv))
     return torch.cat((rotate_back(gq, cos, sin), rotate_back(gk, cos, sin), gv), 1).flatten(1)
 
 
 def buffer_columns(*parts: Tensor) -> int:
-    """C, of dq, dk and dv."""
+    """Return C, the columns of dq, dk and dv together."""
     return sum(part.shape[1] for part in parts)
 
 
@@ -84,20 +84,20 @@ def gradient_arguments(
 
 @triton.jit
 def load_halves(pointer, E, inside):
-    """The two halves of rows of a table or of heads, in FP32; `pointer` to elements of the first, E apart."""
+    """Load both halves of rows of a table or of heads, in FP32; `pointer` is to the first half, the second E after."""
     return to_float32(load_inside(pointer, inside)), to_float32(load_inside(pointer + E, inside))
 
 
 @triton.jit
 def store_halves(pointer, E, first, second, inside):
-    """The two halves of heads; `pointer` to elements of the first, E apart."""
+    """Store both halves of heads; `pointer` is to the first half, the second is E after."""
     tl.store(pointer, first.to(pointer.dtype.element_ty), mask=inside)
     tl.store(pointer + E, second.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
-    """The halves of cos and sin (rows, EP) at the rows' positions, in FP32."""
+    """Load the halves of cos and sin (rows, EP) at the rows' positions, in FP32."""
     place = position[:, None] * D + e[None, :]
     cos1, cos2 = load_halves(cos_ptr + place, E, inside)
     sin1, sin2 = load_halves(sin_ptr + place, E, inside)
@@ -106,7 +106,7 @@ def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
 
 @triton.jit
 def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE: tl.constexpr):
-    """The halves (rows, EP) of heads' gradients in FP32; zero outside."""
+    """Load the halves (rows, EP) of heads' gradients in FP32, rotated back if ROTATE; zero outside."""
     d1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     d2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
     if ROTATE:
@@ -117,7 +117,8 @@ def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE
 def encode_heads(
     qkv: Tensor, center: Optional[Tensor], num_q: int, num_kv: int, code: str
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """codes, lower, group_amax of qkv (T, (num_q + 2 num_kv) * D); center: taken out of v, (num_kv * D,) or None."""
+    """Encode qkv (T, (num_q + 2 num_kv) * D): codes, lower, group_amax. center: subtracted from v, (num_kv * D,) or
+    None."""
     heads = num_q + num_kv
     qk, v = qkv.contiguous().float().unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
     upper, lower, qk_amax = encode_bf12(qk)
@@ -133,7 +134,7 @@ def encode_heads(
 def decode_heads(
     codes: Tensor, lower: Tensor, group_amax: Tensor, center: Optional[Tensor], num_q: int, num_kv: int, code: str
 ) -> Tensor:
-    """Undo `encode_heads`: FP32."""
+    """Undo `encode_heads`; returns FP32."""
     heads, tokens = num_q + num_kv, codes.shape[0]
     qk, v = codes.unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
     qk = decode_bf12(qk, lower.view(tokens, heads, -1), group_amax[:, :heads])
@@ -146,10 +147,9 @@ def decode_heads(
 
 
 def empty_heads(qkv: Tensor, num_q: int, num_kv: int, code: str) -> Tuple[Tensor, Tensor, Tensor]:
-    """Allocate the results of `encode_heads`. ValueError: a code that is not of 8 bits: v's codes are the bytes after
-    q's and k's, as many as v has elements."""
+    """Allocate the results of `encode_heads`. ValueError: the code does not have 8 bits, v's share of `codes`."""
     if group_code(code).bits != 8:
-        raise ValueError(f"{code} has {group_code(code).bits} bits; attention keeps v in a code of 8")
+        raise ValueError(f"{code} has {group_code(code).bits} bits; attention saves v in a code of 8")
     (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv
     lower = qkv.new_empty(tokens, (num_q + num_kv) * (columns // heads // 2), dtype=torch.uint8)
     amax = qkv.new_empty(tokens, heads, dtype=torch.bfloat16)
@@ -158,7 +158,7 @@ def empty_heads(qkv: Tensor, num_q: int, num_kv: int, code: str) -> Tuple[Tensor
 
 @triton.jit
 def load_codes(pointer, lower_ptr, amax_ptr, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr):
-    """Decoded halves of heads in FP32: bf12 if FINE, else CODE; `lower_ptr`, `amax_ptr` to their own."""
+    """Load and decode both halves of heads to FP32: bf12 if FINE, else CODE."""
     upper1, upper2 = load_inside(pointer, inside), load_inside(pointer + E, inside)
     amax = load_inside(amax_ptr, known).to(tl.float32)[:, None]
     if FINE:
@@ -172,7 +172,7 @@ def load_codes(pointer, lower_ptr, amax_ptr, known, inside, E: tl.constexpr, COD
 
 @triton.jit
 def head_magnitude(x1, x2):
-    """The largest |x| of each head (rows,), of its halves."""
+    """Return the largest |x| of each head (rows,), from its halves."""
     return max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1)
 
 
@@ -180,7 +180,7 @@ def head_magnitude(x1, x2):
 def store_codes(
     pointer, lower_ptr, amax_ptr, x1, x2, stays, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr
 ):
-    """Undone by `load_codes`. stays: which heads (rows,) get a negative maximum, or None."""
+    """Encode and store both halves of heads, for `load_codes`. stays: heads (rows,) without center, or None."""
     amax = head_magnitude(x1, x2).to(tl.bfloat16).to(tl.float32)
     stored = amax
     if stays is not None:

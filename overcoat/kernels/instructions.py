@@ -1,7 +1,7 @@
-"""Instructions of the GPU as device functions: one each where Triton would take several, or PyTorch's rounding.
+"""GPU instructions as device functions: single instructions where Triton would emit several, and PyTorch's rounding.
 
-Approximate ones are those of hardware.py, by which a reference on a GPU computes the same bits. Triton's interpreter
-knows no inline assembly: there the functions are NumPy's.
+hardware.py makes ops of the approximate ones, so that references on a GPU compute the same bits. Triton's interpreter
+has no inline assembly: there the functions use NumPy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sqrt(x):
 
 @triton.jit
 def log2_magnitude(x):
-    """`log2` of |x|; the instruction takes the magnitude on its way."""
+    """Return `log2` of |x|; the magnitude costs no extra instruction."""
     if INTERPRETED:
         return tl.log2(tl.abs(x))
     return tl.inline_asm_elementwise(
@@ -59,7 +59,7 @@ def rsqrt(x):
 
 @triton.jit
 def root_with_sign(x):
-    """sign(x) sqrt(|x|) with `sqrt`."""
+    """Return sign(x) sqrt(|x|) with `sqrt`."""
     if INTERPRETED:
         return tl.where(x < 0.0, -1.0, 1.0) * tl.sqrt_rn(tl.abs(x))
     return tl.inline_asm_elementwise(
@@ -70,7 +70,7 @@ def root_with_sign(x):
 
 @triton.jit
 def signed_root(x, smallest):
-    """sign(x) sqrt(|x|) with `sqrt`, 0 where |x| < smallest."""
+    """Return sign(x) sqrt(|x|) with `sqrt`, 0 where |x| < smallest."""
     if INTERPRETED:
         root = tl.where(x < 0.0, -1.0, 1.0) * tl.sqrt_rn(tl.abs(x))
         return tl.where(tl.abs(x) < smallest, 0.0, root)
@@ -94,14 +94,14 @@ def reciprocal(x):
 def fma(x, y, z):
     """fma.rn.f32; y and z may be scalars."""
     if INTERPRETED:
-        y = tl.zeros(x.shape, tl.float32) + y  # the interpreter leaves a scalar argument as Python has it
+        y = tl.zeros(x.shape, tl.float32) + y  # in the interpreter a scalar argument is a Python number
         return (x.to(tl.float64) * y + z).to(tl.float32)
     return tl.fma(x, y, z)
 
 
 @triton.jit
 def second_byte(x):
-    """Bits 8 to 15 of FP32 or int32 numbers, int8; four are packed by three instructions, shifts would be four more."""
+    """Return bits 8 to 15 of FP32 or int32 numbers as int8. Three instructions pack four; shifts would take seven."""
     if INTERPRETED:
         return (x.to(tl.int32, bitcast=True) >> 8).to(tl.int8)
     return tl.inline_asm_elementwise(
@@ -112,7 +112,7 @@ def second_byte(x):
 
 @triton.jit
 def second_byte_flipped(x):
-    """The same with its highest bit inverted."""
+    """Return `second_byte` with its highest bit inverted."""
     if INTERPRETED:
         return ((x.to(tl.int32, bitcast=True) >> 8) ^ 0x80).to(tl.int8)
     return tl.inline_asm_elementwise(
@@ -124,7 +124,7 @@ def second_byte_flipped(x):
 
 @triton.jit
 def byte_of(x, number):
-    """Byte `number`, 0 to 3, of uint32 numbers, int32; one instruction where a thread knows which."""
+    """Return byte `number`, 0 to 3, of uint32 numbers as int32; one instruction if `number` is constant per thread."""
     if INTERPRETED:
         return ((x >> (number * 8)) & 0xFF).to(tl.int32)
     x, selector = tl.broadcast(x, number + 0x4440)
@@ -133,7 +133,7 @@ def byte_of(x, number):
 
 @triton.jit
 def to_float32(x):
-    """FP32 of numbers as they are stored; from BF16 and int8 by one instruction each, if there are four."""
+    """Convert to FP32; four or more BF16 or int8 numbers take one or two instructions each."""
     if INTERPRETED or x.numel < 4:
         return x.to(tl.float32)
     elif x.dtype == tl.bfloat16:
@@ -153,10 +153,11 @@ def to_float32(x):
 
 @triton.jit
 def arrived(codes, x):
-    """8-bit codes, not before as many BF16 numbers x have arrived as well. For grids of one or two axes.
+    """Return 8-bit codes unchanged, but make them depend on the load of as many BF16 numbers x.
 
-    Else ptxas puts the loads of what it needs last off until the arithmetic on the first is done, and a thread waits
-    for memory twice. One instruction for four: or'ed with x and'ed with the program's third number, which is zero.
+    Otherwise ptxas delays the load of x until the arithmetic on the codes is done, and a thread waits for memory twice.
+    One instruction per four codes: codes | (x & z), with z the program's index on the grid's third axis, always zero.
+    So the grid must have one or two axes.
     """
     if INTERPRETED or x.dtype != tl.bfloat16 or codes.numel < 4:
         return codes
@@ -168,12 +169,12 @@ def arrived(codes, x):
 
 @triton.jit
 def add_remainder(param, remainder):
-    """FP32 whose magnitude, as bits, is that of a BF16 plus 256 times an int8, and at least 0."""
+    """Return FP32 numbers: the bits of a BF16's magnitude plus 256 times an int8, at least 0, with the BF16's sign."""
     if INTERPRETED:
         bits = param.to(tl.float32).to(tl.int32, bitcast=True)
         size = tl.maximum((bits & 0x7FFFFFFF) + (remainder.to(tl.int32) << 8), 0)
         return (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
-    # Of each of four: the magnitude, 256 times the remainder by a permutation that repeats its sign, the sum, the sign.
+    # For each of four: the magnitude; 256 times the remainder, sign-extended by prmt; the sum; the sign.
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, c, d, e, f, g, h, i, j;
         shl.b32 a, $4, 16; and.b32 b, a, 0x7fff0000; prmt.b32 c, $6, 0, 0x8804; add.s32 b, b, c; max.s32 b, b, 0;
@@ -190,7 +191,7 @@ def add_remainder(param, remainder):
 
 @triton.jit
 def to_bfloat16(x):
-    """FP32 rounded to the nearest even BF16; the interpreter's own cast truncates."""
+    """Round FP32 to BF16, to nearest even; the interpreter's own cast truncates."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -199,9 +200,9 @@ def to_bfloat16(x):
 
 @triton.jit
 def to_float8(x, TYPE: tl.constexpr, MANTISSA: tl.constexpr, TINY_LOG2: tl.constexpr):
-    """FP32 within the format's range, rounded to the nearest even; the interpreter's own cast does not.
+    """Round FP32 within the format's range to FP8, to nearest even; the interpreter's own cast does not.
 
-    MANTISSA: stored bits of it. TINY_LOG2: exponent of the smallest positive value.
+    MANTISSA: stored mantissa bits. TINY_LOG2: log2 of the smallest positive value.
     """
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
@@ -226,7 +227,7 @@ def _elementwise_kernel(x, y, z, result, count, FUNCTION: tl.constexpr, ARGUMENT
 
 
 def elementwise(function: Any) -> Callable[..., Tensor]:
-    """A launcher of `function`, of one or three arguments, on the elements of FP32 tensors that broadcast together."""
+    """Return a launcher of `function`, of one or three arguments, on FP32 tensors that broadcast together."""
 
     def launch(*tensors: Tensor) -> Tensor:
         arguments = [x.contiguous() for x in torch.broadcast_tensors(*tensors)]

@@ -1,9 +1,9 @@
-"""Triton, for files that hold a reference, its launcher and its kernel together.
+"""Import Triton, or stand-ins if it is not installed (Windows, macOS).
 
     from overcoat.kernels.language import INTERPRETED, tl, triton
 
-Where Triton is not installed (Windows, macOS) the names are stand-ins: such a file still imports there, and its
-references run; a kernel that is launched says what is missing.
+With the stand-ins the kernel files still import and their references run; launching a kernel raises
+ModuleNotFoundError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Absent:
-    """In place of `triton` and all that is in it: false, each attribute and each call gives it again."""
+    """Stand-in for `triton` and its members: false; every attribute and call returns the stand-in itself."""
 
     def __bool__(self) -> bool:
         return False
@@ -32,7 +32,7 @@ class _Absent:
         raise ModuleNotFoundError("a kernel was launched, but Triton is not installed: pip install triton")
 
     def jit(self, function: Any) -> Any:
-        """The function as it is."""
+        """Return the function unchanged."""
         return function
 
 
@@ -44,5 +44,5 @@ except ModuleNotFoundError as error:
         raise
     triton = tl = _Absent()
 
-# True under TRITON_INTERPRET=1, where kernels run on the CPU and inline assembly does not exist.
+# True under TRITON_INTERPRET=1: kernels run on the CPU, without inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

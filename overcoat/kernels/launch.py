@@ -1,12 +1,12 @@
-"""Launching a kernel again for a third of the host time: the `kernel` decorator of all entry kernels.
+"""A cache of compiled kernels that cuts a repeated launch to a third of its host time: the `kernel` decorator.
 
-A decoder block is some 75 launches of 5 to 500 us, and Triton's own launch path takes 16 us on a slow host, most of it
-to find out which compiled kernel the arguments ask for. Kernels here are launched again and again with the same
-integers and flags: one dictionary look-up finds the compiled kernel, whose launcher takes 6 us.
+A decoder block is about 75 launches of 5 to 500 us. Triton's own launch takes 16 us on a slow host, mostly to find the
+compiled kernel for the arguments. Kernels here are launched repeatedly with the same integers and flags, so one
+dictionary look-up finds the compiled kernel, and its launcher takes 6 us.
 
-The key is finer than Triton's own specialization (dtypes of tensors, the very value of everything else; only launches
-whose tensors are all aligned to 16 bytes are remembered), so a hit is never a kernel compiled for something else, as
-long as an argument is of one type: 0 and 0.0 are equal. All other launches go through Triton.
+The key is finer than Triton's own specialization: dtypes of tensors, and the exact value of everything else. Only
+launches whose tensors are all aligned to 16 bytes are cached. So a hit is never a kernel compiled for other arguments,
+provided that an argument always has the same type (0 and 0.0 are equal). All other launches go through Triton.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ MAX_ENTRIES = 4096
 
 
 class Kernel(triton.runtime.JITFunction):
-    """A `triton.jit` function whose launches are remembered, used as `kernel[grid](*args, **options)`: pointers first,
-    the rest after, as these kernels declare them."""
+    """A `triton.jit` function with a cache of launches: `kernel[grid](*args, **options)`, tensors first in args."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # A single token would be compiled in, and what lies outside with it, as zeros; of conversions of the same
-        # constants ptxas makes one, and then loses some of its uses (tiles.store_quad_rows).
+        # T = 1 must not be compiled in: all rows outside would become constant zeros, ptxas would merge their
+        # conversions, and then drop some uses (the bug in tiles.store_quad_rows).
         super().__init__(
             function, do_not_specialize=[name for name in ("T",) if name in signature(function).parameters]
         )
         self.entries: dict[Any, tuple[Any, ...]] = {}  # the compiled kernel, how it is run, arguments given by name
-        self.pointers = 0  # how many arguments are tensors; known at the first launch
+        self.pointers = 0  # how many arguments are tensors; set by the first launch
         runtime = triton.knobs.runtime
-        # Profilers' hooks are Triton's to call.
+        # With a profiler's hooks set, launches go through Triton, which calls them.
         self.hooks = (runtime.launch_enter_hook.calls, runtime.launch_exit_hook.calls)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -82,28 +81,30 @@ class Kernel(triton.runtime.JITFunction):
 
 
 def cdiv(a: int, b: int) -> int:
-    """ceil(a / b); `triton.cdiv` takes 3 us."""
+    """Return ceil(a / b); `triton.cdiv` takes 3 us."""
     return -(-a // b)
 
 
 def registers(most: Optional[int], x: Tensor, group_size: int) -> Optional[int]:
-    """A launch's `maxnreg`: `most` for what it was measured with, x (T, C) in 16 bits, groups of 64 and more, rows that
-    can be read in words of 16 bytes. All else needs more registers, and has as many as the compiler wants."""
+    """Return a launch's `maxnreg`: `most` if x (T, C) is in 16 bits, with groups of 64 or more and aligned rows.
+
+    `most` was measured for these. Other inputs need more registers: None, the compiler decides.
+    """
     return most if x.element_size() == 2 and x.shape[1] % 16 == 0 and group_size >= 64 else None
 
 
 def dense(*tensors: Optional[Tensor]) -> list[Any]:
-    """The tensors, row by row in memory: most kernels are told sizes, not strides. None stays None."""
+    """Return the tensors contiguous, since most kernels take sizes, not strides. None stays None."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x (rows, columns) for a kernel that is told its row stride alone: rows may lie apart, a row's elements not."""
+    """Return x (rows, columns) with contiguous rows, for kernels that take a row stride."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Decorator of an entry kernel; under TRITON_INTERPRET=1 plain `triton.jit`."""
+    """Decorate an entry kernel: `Kernel`, or plain `triton.jit` under TRITON_INTERPRET=1."""
     if not triton:
-        return triton  # says so when it is launched
+        return triton  # a stand-in whose launch raises
     return triton.jit(function) if triton.knobs.runtime.interpret else Kernel(function)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without ever holding its logits.
+"""Cross-entropy of a linear head, a chunk of tokens at a time, so that the logits are never in memory as a whole.
 
     x = hidden W^T                                   logits, a chunk of tokens at a time
     lse = log sum_v e^(x_v),  p = e^(x - lse)        FP32
@@ -6,16 +6,16 @@
     dx = p (1 + 2 z lse) - onehot(label)             written over x, in x's dtype
     dhidden = dx W,  dW += dx^T hidden
 
-A token with the label `ignore_index` has loss and gradient 0. The gradients are those of the SUM over the tokens;
-whatever factor follows (1 / number of labels, a loss scale) is applied in the backward by `scale_`, in FP32. PyTorch's
-own product with a 0-d tensor on a GPU rounds the factor to BF16 first: up to 0.2% off, in every gradient of the model.
+A token with the label `ignore_index` has loss and gradient 0. The gradients are those of the SUM over the tokens. Any
+factor (1 / number of labels, a loss scale) is applied in the backward by `scale_`, in FP32. PyTorch's multiplication
+by a 0-d tensor on a GPU rounds the factor to BF16 first: an error of up to 0.2% in every gradient of the model.
 
-Gradients are computed beside the loss, since the logits are there: three products. In the backward it would take a
-fourth and save no memory, as hidden, needed again, is as large as dhidden.
+The forward computes the gradients too, since the logits are there: three GEMMs. Computing them in the backward would
+take a fourth and save no memory, since hidden, needed there, is as large as dhidden.
 
-The kernel reads a token's row twice, first for maximum and sum, then to turn it into the gradient: 2 or 3 times the
-logits' bytes, as the L2 cache still has the row or not. It sums over V in another order than PyTorch, so it agrees with
-the reference to FP32 rounding (a gradient to one step of its dtype), and repeats its bits.
+The kernel reads a token's row twice, first for maximum and sum, then to replace it by the gradient. That moves 2 or 3
+times the logits' bytes, depending on whether the row is still in the L2 cache. It sums over V in another order than
+PyTorch, so it agrees with the reference to FP32 rounding (a gradient to one step of its dtype). It is deterministic.
 
 Legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
 """
@@ -36,14 +36,14 @@ from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, quantize_both
 from overcoat.kernels.weights import numbers_of, quantize_operands, stack_weights
 
-# What the logits of one chunk may take, unless even MIN_CHUNK tokens take more. The products are efficient from some
-# thousand tokens on; below, dW += dx^T hidden reads and writes dW for too little arithmetic.
+# Bytes of one chunk's logits, unless MIN_CHUNK tokens take more. The GEMMs need one or two thousand tokens to be
+# efficient; with fewer, dW += dx^T hidden reads and writes dW for too little arithmetic.
 CHUNK_BYTES = 256 * 2**20
 MIN_CHUNK = 2048
 CHUNK_MULTIPLE = 256
-# Rows of logits begin at multiples of 128 bytes (64 in BF16), however odd the vocabulary: the products need it.
+# Rows of logits begin at multiples of 64 elements (128 bytes in BF16) for any vocabulary: the GEMMs need it.
 ROW_MULTIPLE = 64
-# Columns that a program takes at a time, and its warps.
+# Columns that a program handles at a time, and its warps.
 TILE, WARPS = 2048, 8
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -51,7 +51,7 @@ LOWEST = tl.constexpr(-3.0e38)  # finite, so that -inf - LOWEST is no NaN
 
 
 def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
-    """C: as many tokens as CHUNK_BYTES of logits hold, at least MIN_CHUNK, the chunks of nearly equal size."""
+    """Return C: as many tokens as CHUNK_BYTES of logits hold, at least MIN_CHUNK; chunks have nearly equal size."""
     most = max(CHUNK_BYTES // (vocabulary * itemsize) // CHUNK_MULTIPLE * CHUNK_MULTIPLE, MIN_CHUNK)
     if tokens <= most:
         return tokens
@@ -66,29 +66,30 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
 def cross_entropy_(
     logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
 ) -> Tuple[Tensor, Tensor]:
-    """Loss of each token, (C,) FP32, not finite where its logits are not; its gradient takes the place of the logits,
-    and each token's max |gradient|, (C,) FP32, is returned too, empty without a gradient.
+    """Return each token's loss, (C,) FP32, and max |gradient|, (C,) FP32 or empty; overwrite logits by the gradient.
+
+    A loss is not finite if its logits are not.
 
     Args:
         logits: (C, V), rows contiguous, possibly further apart than V; overwritten if `gradient`.
-        labels: (C,) int64. One that is neither `ignore_index` nor in [0, V) gives NaN, loss and gradient.
+        labels: (C,) int64. One that is neither `ignore_index` nor in [0, V) makes loss and gradient NaN.
         z_loss: weight of lse^2.
     """
     x = logits.float().contiguous()
     vocabulary = x.shape[1]
-    real = labels != ignore_index
-    known = (labels >= 0) & (labels < vocabulary)
-    column = torch.where(known, labels, 0)[:, None]
+    counted = labels != ignore_index
+    valid = (labels >= 0) & (labels < vocabulary)
+    column = torch.where(valid, labels, 0)[:, None]
     lse = torch.logsumexp(x, 1)
     losses = lse - x.gather(1, column)[:, 0] + z_loss * lse.square()
-    losses, largest = torch.where(known, losses, torch.nan), losses.new_empty(0)
+    losses, largest = torch.where(valid, losses, torch.nan), losses.new_empty(0)
     if gradient:
-        slope = torch.where(known, 1.0 + 2.0 * z_loss * lse, torch.nan)
+        slope = torch.where(valid, 1.0 + 2.0 * z_loss * lse, torch.nan)
         dx = torch.exp(x - lse[:, None]) * slope[:, None]
         dx.scatter_add_(1, column, torch.full_like(dx[:, :1], -1.0))
-        logits.copy_(torch.where(real[:, None], dx, 0.0))
+        logits.copy_(torch.where(counted[:, None], dx, 0.0))
         largest = logits.abs().amax(1).float()
-    return torch.where(real, losses, 0.0), largest
+    return torch.where(counted, losses, 0.0), largest
 
 
 @cross_entropy_.fake
@@ -99,15 +100,17 @@ def _(logits, labels, ignore_index, z_loss, gradient):
 
 @triton.jit
 def _add(top, total, x):
-    """Take x into each lane's maximum and its sum of 2^(x - maximum). Of the old and the new maximum one is x or `top`
-    itself, so one power per element serves both cases. A NaN ends up in the sum; +inf makes it NaN or inf."""
+    """Update each lane's maximum `top` and sum `total` of 2^(x - maximum) with x.
+
+    2^-|x - top| serves both cases, x or top being the new maximum. A NaN ends up in the sum; +inf makes it NaN or inf.
+    """
     smaller = exp2(-tl.abs(x - top))
     return tl.where(x > top, x, top), tl.where(x > top, total * smaller + 1.0, total + smaller)
 
 
 @triton.jit
 def _log2_sum_exp2(logits_ptr, V, full, TILE: tl.constexpr):
-    """log2 of the sum of 2^(x log2 e) over a row; `full`: columns in whole tiles, read without a mask."""
+    """Return log2 of the sum of 2^(x log2 e) over a row; `full`: columns in whole tiles, read without a mask."""
     lane = tl.arange(0, TILE)
     top = tl.full((TILE,), LOWEST, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
@@ -121,7 +124,7 @@ def _log2_sum_exp2(logits_ptr, V, full, TILE: tl.constexpr):
 
 @triton.jit
 def _gradient(x, column, label, lse2, slope):
-    """p (1 + 2 z lse) - onehot(label) of logits x, in their dtype."""
+    """Return p (1 + 2 z lse) - onehot(label) of logits x, in their dtype; slope: 1 + 2 z lse."""
     dx = exp2(x.to(tl.float32) * LOG2E - lse2) * slope
     return tl.where(column == label, dx - 1.0, dx).to(x.dtype)
 
@@ -138,7 +141,7 @@ def _cross_entropy_kernel(
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     lane = tl.arange(0, TILE)
-    # A mask at an odd V would forbid vector loads and stores: only the last tile has one.
+    # Only the last tile has a mask: with an odd V a mask prevents vector loads and stores.
     full = V // TILE * TILE
     tail = lane < V - full
     if label == ignore_index:
@@ -150,7 +153,7 @@ def _cross_entropy_kernel(
                 tl.store(logits_ptr + start + lane, zero)
             tl.store(logits_ptr + full + lane, zero, mask=tail)
     else:
-        # Read before the sums, whose barriers keep it ahead of every thread's stores.
+        # Load it before the sums: their barriers order it before any thread's stores to the row.
         known = (label >= 0) & (label < V)
         target = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(tl.float32)
         lse2 = _log2_sum_exp2(logits_ptr, V, full, TILE)
@@ -187,7 +190,7 @@ def _(logits, labels, ignore_index, z_loss, gradient):
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """`multiply_`; compiled, what the compiler knows, which would copy x for an op of ours."""
+    """Multiply x by factor (0-d) in place. In compiled code by `mul_`: Inductor would copy x for our own op."""
     if torch.compiler.is_compiling():
         x.mul_(factor.view(1))
     else:
@@ -196,7 +199,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 @op(mutates=("x",))
 def multiply_(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, the product in FP32 and rounded once; factor: 0-d FP32 on x's device, never read by the host."""
+    """Compute x *= factor in FP32, rounded once; factor: 0-d FP32 on x's device, never read by the host."""
     x.mul_(factor.view(1))  # as a 0-d tensor it would be rounded to x's dtype first
 
 
@@ -207,7 +210,7 @@ def _multiply_kernel(
     N, TILE: tl.constexpr,
 ):  # fmt: skip
     factor = tl.load(factor_ptr)
-    if factor != 1.0:  # which a loss that nothing scales has: nothing to read or write
+    if factor != 1.0:  # an unscaled loss: nothing to read or write
         start = tl.program_id(0).to(tl.int64) * TILE
         place, x_ptr = tl.arange(0, TILE), x_ptr + start
         x = tl.load(x_ptr + place, mask=place < N - start)
@@ -226,7 +229,7 @@ def _(x, factor):
 
 
 class _Head:
-    """The head's three products in the operands' own dtype; one buffer serves the logits of all chunks."""
+    """The head's three GEMMs in the operands' own dtype; one buffer holds the logits of each chunk in turn."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, rows: int) -> None:
         self.hidden, self.weight = hidden, weight
@@ -234,7 +237,7 @@ class _Head:
         vocabulary = weight.shape[0]
         padded = -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE
         buffer = hidden.new_empty((rows, padded))
-        # On CPUs with AMX a product of such rows reads beyond their ends, and what lies there times zero must be zero.
+        # On CPUs with AMX a GEMM reads past the ends of such rows and multiplies by zero: no NaN may be there.
         buffer[:, vocabulary:] = 0.0
         self.buffer = buffer[:, :vocabulary]
 
@@ -278,7 +281,7 @@ class _Float8Head:
         if dhidden is None and not want_weight:
             return
         d8, d8_t, d_scale = quantize_both(dx, amax(largest), self.fmt)
-        del dx  # as large as both copies, and the products want room for dW twice
+        del dx  # as large as both copies; the GEMMs need room for dW twice
         if dhidden is not None:
             dhidden[rows] = gemm(d8, self.w8_t, d_scale, self.w_scale, None, self.dtype, True)
         if want_weight:
@@ -290,14 +293,15 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, fmt: Optional[str],
     chunk_tokens: Optional[int], want_hidden: bool, want_weight: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sum of the tokens' losses, 0-d FP32, and its gradients (T, H) and (V, H), a chunk of tokens at a time; one op, so
-    that torch.compile leaves the chunks and their buffer as they are.
+    """Return the sum of the tokens' losses, 0-d FP32, and its gradients (T, H) and (V, H), a chunk at a time.
+
+    It is one op, so that torch.compile does not change the chunks and their buffer.
 
     Args:
         hidden: (T, H); weight: (V, H), of the same dtype; labels: (T,) int64.
-        fmt: None for products in that dtype; "e5m2" or "e4m3" for FP8 products, with dx in that format.
+        fmt: None for GEMMs in that dtype; "e5m2" or "e4m3" for FP8 GEMMs, with dx in that format.
         chunk_tokens: C, or None for `chunk_rows`.
-        want_hidden, want_weight: which gradients to compute; the others come back empty, (0,).
+        want_hidden, want_weight: which gradients to compute; the others are empty, (0,).
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = hidden.contiguous(), weight.contiguous()
@@ -307,7 +311,7 @@ def linear_cross_entropy(
     head = _Head(hidden, weight, size) if fmt is None else _Float8Head(hidden, weight, fmt)
     for start in range(0, tokens, size):
         rows = slice(start, min(start + size, tokens))
-        logits = [head.logits(rows)]  # in a list, from which it is taken to be freed
+        logits = [head.logits(rows)]  # in a list, so that `add_gradients` can pop and free it
         losses[rows], largest = cross_entropy_(
             logits[0], labels[rows], ignore_index, z_loss, want_hidden or want_weight
         )

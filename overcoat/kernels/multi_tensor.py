@@ -1,11 +1,11 @@
 """Many tensors in one launch: their addresses on the device, and the sum of their squares.
 
-A table says which tile of which tensor a program owns, another where the tensors lie. Addresses travel through pinned
+One table holds the tensor and tile of each program, another the tensors' addresses. Addresses are copied through pinned
 memory, without synchronization.
 
-The sum of squares reads every gradient once, for clipping and the check for inf and NaN alike: a partial sum per
-program, then the sum of those, in a fixed order. SPAN * LANE squares are summed in FP32, those sums in FP64: as long as
-the former are finite, the sum of any number is.
+The sum of squares reads every gradient once, for clipping and for the check for inf and NaN: a partial sum per program,
+then the sum of those, in a fixed order. SPAN * LANE squares are summed in FP32 and these sums in FP64, which cannot
+overflow as long as the FP32 sums are finite.
 
 Legend: T tensors.
 """
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel
 
-# Elements that a program reads at once, how often, how many of those before it waits, and its warps.
+# Elements of one read of a program, reads per program, reads in flight (unrolled), and warps.
 TILE = 4096
 SPAN = 16
 UNROLL = 4
 WARPS = 8
-# Neighbours whose sums are added in FP32: a thread has them, and turning numbers into FP64 is slow.
+# Sums that a thread adds in FP32 before conversion to FP64, which is slow.
 LANE = 8
 
 # Partial sums that a program adds up at once.
@@ -48,20 +48,20 @@ TRITON_TYPE = {
 
 
 def tile_table(counts: List[int]) -> Tensor:
-    """int64 (programs,): tensor | tile << 32 for every tile of every tensor, on the CPU."""
+    """Return int64 (programs,) on the CPU: tensor | tile << 32 for every tile; counts: tiles of each tensor."""
     tensor = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     first = torch.tensor([0, *counts]).cumsum(0)[:-1]
     return (torch.arange(len(tensor)) - first[tensor]) << 32 | tensor
 
 
-@_disable_current_modes()  # whoever counts memory sees as little of it as of a kernel
+@_disable_current_modes()  # hide its temporaries from memory counters, like a kernel's
 def sum_squares(grads: List[Tensor]) -> Tensor:
-    """Sum of the squares of all elements of all tensors, 0-d FP64; inf or NaN if any element is not finite.
+    """Return the sum of the squares of all elements, 0-d FP64; inf or NaN if any element is not finite.
 
-    Squares are FP32, as in the second moment, so it is inf too if an element's overflows: from 2^64 = 1.8e19 on. The
-    kernel (`Gradients`) sums 128 of them in FP32 before FP64, so there from 2^60 = 1.1e18 on, depending on the others.
+    Squares are FP32, as in the second moment, so the sum is also inf if an element's square overflows: from 2^64 =
+    1.8e19 on. The kernel (`Gradients`) sums 128 squares in FP32 before FP64, so there possibly from 2^60 = 1.1e18 on.
     """
-    total = grads[0].new_zeros((), dtype=torch.float64)  # fake if they are
+    total = grads[0].new_zeros((), dtype=torch.float64)  # a fake tensor if grads are
     for grad in grads:
         total += grad.float().square().sum(dtype=torch.float64)
     return total
@@ -69,7 +69,7 @@ def sum_squares(grads: List[Tensor]) -> Tensor:
 
 @triton.jit
 def _squares(base, offset, mask, WHOLE: tl.constexpr):
-    """x^2 of a tile, FP32. WHOLE: no mask, which costs vector loads where a size is not known to divide by 8."""
+    """Return x^2 of a tile, FP32. WHOLE: no mask; a mask prevents vector loads if a size may not divide by 8."""
     pointers = tl.multiple_of(tl.max_contiguous(base + offset, offset.shape[0]), 16)
     x = tl.load(pointers, None if WHOLE else mask, None if WHOLE else 0.0).to(tl.float32)
     return x * x
@@ -81,7 +81,7 @@ def _sum_squares_kernel(
     TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """tiles int64 (programs,): tensor | number << 32; addresses, sizes int64 (T,); partials FP64 (programs,)."""
-    # From the last tensor to the first, with which the step begins: what was read last is in the L2 cache still.
+    # Read from the last tensor to the first: the step begins with the first, which is then still in the L2 cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     entry = tl.load(tiles + program)
     tensor = (entry & 0xFFFFFFFF).to(tl.int32)
@@ -102,7 +102,7 @@ def _sum_squares_kernel(
 
 @kernel
 def _sum_partials_kernel(partials, first, squares, flags, BLOCK: tl.constexpr):
-    """The sum of each tensor's partials, FP64 (T,), and whether it is not finite, bool (T,)."""
+    """Store the sum of each tensor's partials, FP64 (T,), and flags of sums that are not finite, bool (T,)."""
     tensor, lane = tl.program_id(0), tl.arange(0, BLOCK)
     begin, end = tl.load(first + tensor), tl.load(first + tensor + 1)
     total = tl.zeros((BLOCK,), tl.float64)
@@ -126,8 +126,10 @@ def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> T
 
 
 class Gradients:
-    """The gradients of a list of parameters, of so many elements each (sizes), as kernels find them: their addresses,
-    int64 (T,) on the device once `set` has been called, and their squares."""
+    """Device-side addresses of T gradients, int64 (T,), once `set` has been called; and their sums of squares.
+
+    sizes: elements of each gradient.
+    """
 
     def __init__(self, sizes: List[int], device: torch.device) -> None:
         self.device = device
@@ -142,8 +144,10 @@ class Gradients:
         self._copies: List[Tensor] = []
 
     def set(self, grads: List[Tensor]) -> None:
-        """Tell which gradients, contiguous, the coming launches read; those not aligned to 16 bytes are copied. No
-        Python call per tensor: a step does this for a thousand gradients."""
+        """Set the gradients, contiguous, that the next launches read; those not aligned to 16 bytes are copied.
+
+        No Python call per tensor: a step has a thousand gradients.
+        """
         addresses = list(map(Tensor.data_ptr, grads))
         self._copies = []
         if reduce(operator.or_, addresses, 0) & 15:
@@ -156,7 +160,7 @@ class Gradients:
                 self._known = []  # not on the device before a replay: send them again
 
     def forget_copies(self) -> None:
-        """All that reads the gradients has been launched."""
+        """Free the copies of unaligned gradients; call it when all kernels that read them are launched."""
         self._copies = []
 
     def sum_squares(self) -> Tensor:
@@ -172,7 +176,7 @@ class Gradients:
         return squares, flags
 
     def _partial_sums(self) -> Tensor:
-        """One FP64 sum of squares per program, valid until the next call."""
+        """Return one FP64 sum of squares per program, valid until the next call."""
         if self.programs:
             _sum_squares_kernel[(self.programs,)](
                 self.tiles, self.addresses, self.sizes, self.partials,

@@ -66,7 +66,7 @@ from overcoat.kernels.tiles import listed_groups, load_inside, raise_amax
 
 @op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tuple[Tensor, Tensor]:
-    """RMSNorm of x (T, H) with weight (H,) of x's dtype: y in that dtype, rstd (T,) FP32."""
+    """Return the RMSNorm of x (T, H) with weight (H,) of x's dtype: y in that dtype, rstd (T,) FP32."""
     _, rstd = statistics(x, eps, False)
     return affine(normalize(x.contiguous(), None, rstd), weight, None).to(x.dtype), rstd
 
@@ -79,7 +79,7 @@ def _(x, weight, eps):
 
 @op
 def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
-    """Gradients of x (T, H) and of weight (H,), in their dtype, from dy (T, H), x and rstd (T,)."""
+    """Return the gradients of x (T, H) and of weight (H,), in their dtypes, from dy (T, H), x and rstd (T,)."""
     xhat, wide = normalize(x.contiguous(), None, rstd), dy.contiguous().float()
     g = wide * weight.float()
     dx = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
@@ -98,7 +98,7 @@ def _(dy, x, rstd, weight):
 
 
 def statistics(x: Tensor, eps: float, centered: bool) -> Tuple[Optional[Tensor], Tensor]:
-    """mean (None for RMSNorm) and rstd, each (T,) FP32."""
+    """Return mean (None for RMSNorm) and rstd, each (T,) FP32."""
     x, mean = x.float(), None
     if centered:
         mean = x.mean(-1)
@@ -107,7 +107,7 @@ def statistics(x: Tensor, eps: float, centered: bool) -> Tuple[Optional[Tensor],
 
 
 def normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:
-    """xhat (T, H) FP32."""
+    """Return xhat (T, H) FP32."""
     x = x.float()
     if mean is not None:
         x = x - mean[:, None]
@@ -115,13 +115,13 @@ def normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:
 
 
 def affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
-    """y (T, H) FP32."""
+    """Return y (T, H) FP32."""
     y = xhat if weight is None else xhat * weight.float()
     return y if bias is None else y + bias.float()
 
 
 def _sum(x: Tensor, residual: Optional[Tensor]) -> Tuple[Tensor, List[Tensor]]:
-    """Return the normalized tensor, and a list of it if it is a sum."""
+    """Return the tensor to normalize, x or residual + x; and a list, [the sum] or []."""
     if residual is None:
         return x.contiguous(), []
     total = (residual + x).contiguous()
@@ -133,7 +133,7 @@ def _empty_sum(x: Tensor, residual: Optional[Tensor]) -> List[Tensor]:
 
 
 def row_warps(width: int, elements: int) -> int:
-    """Warps for a program that holds a whole row, `elements` a thread: between 4 and 32."""
+    """Return the warps, 4 to 32, of a program that holds a whole row, `elements` per thread."""
     return min(max(width // (32 * elements), 4), 32)
 
 
@@ -144,8 +144,10 @@ def row_warps(width: int, elements: int) -> int:
 def norm_stats(
     x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
 ) -> List[Tensor]:
-    """Statistics of a norm of x (T, H), or of residual + x (T, H): rstd (T,) FP32; max |y|, 0-d FP32; mean (T,) FP32 if
-    `centered` (LayerNorm); the sum if there is one."""
+    """Return statistics of a norm of x (T, H), or of residual + x (T, H).
+
+    rstd (T,) FP32; max |y|, 0-d FP32; if `centered` (LayerNorm) mean (T,) FP32; the sum if a residual is given.
+    """
     x, total = _sum(x, residual)
     mean, rstd = statistics(x, eps, centered)
     amax = affine(normalize(x, mean, rstd), weight, bias).abs().amax()
@@ -162,7 +164,7 @@ def norm_from_statistics(
     x: Tensor, mean: Optional[Tensor], rstd: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], code: str,
     group_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The norm's output in 1x128 blocks and the kept codes of xhat, given mean (T,) or None and rstd (T,)."""
+    """Return the norm's output in 1x128 blocks and the codes of xhat, given mean (T,) or None and rstd (T,)."""
     xhat = normalize(x, mean, rstd)
     return *row_blocks(affine(xhat, weight, bias), E4M3), *encode_groups(xhat, code, group_size)
 
@@ -172,11 +174,11 @@ def norm_block_quantize(
     x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool,
     code: str, group_size: int,
 ) -> List[Tensor]:  # fmt: skip
-    """A norm of x (T, H), or of residual + x (T, H), as GEMM operand in blocks, and kept codes.
+    """Norm x (T, H), or residual + x (T, H), into a GEMM operand in blocks, and codes to save.
 
     Returns:
         y in E4M3 (T, H) and its scale (ceil(H / 128), T); codes of xhat (T, H) and their BF16 group maxima (T, n);
-        rstd (T,) FP32; the sum if there is one.
+        rstd (T,) FP32; the sum if a residual is given.
     """
     x, total = _sum(x, residual)
     mean, rstd = statistics(x, eps, centered)
@@ -195,8 +197,7 @@ def add_norm_encode(
     y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool,
     code: str, group_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """residual + norm(y), both (T, H), rounded once; codes of the normalised y (T, H); their BF16 group maxima (T, n);
-    rstd (T,) FP32."""
+    """Return residual + norm(y) (T, H), rounded once; codes of the normalised y; BF16 maxima (T, n); rstd (T,) FP32."""
     y = y.contiguous()
     mean, rstd = statistics(y, eps, centered)
     xhat = normalize(y, mean, rstd)
@@ -252,7 +253,7 @@ def _row_kernel(
     start = row * H
     if PASS == "stats":
         h = block
-        inside = None if H == NB else h < H  # None: every element exists, and no mask is taken along
+        inside = None if H == NB else h < H  # None: every element exists, and no mask is needed
     else:
         group = block[:, None] * SUB + tl.arange(0, SUB)[None, :]
         h = group[:, :, None] * G + tl.arange(0, GP)[None, None, :]  # (NB, SUB, GP)
@@ -314,7 +315,7 @@ def _launch_rows(
         x, *pointers, tokens, n, eps, hidden, purpose, purpose != "after" and residual is not None, centered,
         weight is not None, bias is not None, inverse_max("e4m3"), CODES[code], group_size, *tile,
         num_warps=row_warps(tile[0] * tile[1] * tile[2], ELEMENTS[purpose]),
-        # Left to itself ptxas takes up to 40, and a program less fits on a multiprocessor.
+        # Without a limit ptxas takes up to 40, and one program fewer fits on a multiprocessor.
         maxnreg=registers(32, x, group_size) if purpose == "blocks" and not centered else None, **EXACT,
     )  # fmt: skip
 
@@ -361,8 +362,11 @@ def norm_quantize(
     x: Tensor, mean: Optional[Tensor], rstd: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], amax: Tensor,
     code: str, group_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The norm's output as GEMM operand, and kept codes, from `norm_stats` of x (T, H) and amax = max |y|: y in E4M3
-    (T, H); its 0-d FP32 scale; codes of xhat (T, H); their BF16 group maxima (T, n)."""
+    """Write the norm's output as GEMM operand, and codes to save, from the results of `norm_stats`; amax = max |y|.
+
+    Returns:
+        y in E4M3 (T, H); its 0-d FP32 scale; codes of xhat (T, H); their BF16 group maxima (T, n).
+    """
     xhat = normalize(x.contiguous(), mean, rstd)
     data, scale = quantize_tensor(affine(xhat, weight, bias), E4M3, amax)
     return data, scale, *encode_groups(xhat, code, group_size)
@@ -403,7 +407,7 @@ def _norm_quantize_kernel(
     tl.store(y_ptr + offsets, to_float8(y * inverse_of(scale), tl.float8e4nv), mask=inside)
 
 
-# Values of a program, of two warps: 38 us for 8192 x 4096, with twice of both 41.
+# Values of a program, which has two warps: 38 us for 8192 x 4096; 41 us with twice as many of both.
 TILE = 2048
 
 
@@ -424,8 +428,8 @@ def _(x, mean, rstd, weight, bias, amax, code, group_size):
 
 # Elements of a row that one thread holds.
 BACKWARD_ELEMENTS = 8
-# The backward is bound by the loads in flight: with 64 registers a thread two programs of 4096 columns fit on each of
-# an H200's 132 multiprocessors, left to itself the compiler takes 81 and one fits (122 us instead of 85).
+# The backward is bound by the loads in flight. With 64 registers per thread two programs of 4096 columns fit on each of
+# an H200's 132 multiprocessors. Without a limit the compiler takes 81 and one program fits (122 us instead of 85).
 BACKWARD_REGISTERS = 64
 LANE = tl.constexpr(8)
 BACKWARD_RESIDENT = 132 * 65536 // BACKWARD_REGISTERS * BACKWARD_ELEMENTS
@@ -439,12 +443,12 @@ def norm_backward(
     """Backward of the norm, with the residual branch's gradient added in the same pass.
 
     Args:
-        dy: (T, H), gradient of y; codes, group_amax: kept xhat; rstd: (T,) FP32; weight: (H,) or None.
-        dresidual: (T, H), gradient of x from its other use, or None. centered: LayerNorm.
+        dy: (T, H), gradient of y; codes, group_amax: saved xhat; rstd: (T,) FP32; weight: (H,) or None.
+        dresidual: (T, H), gradient of x from its other use, or None. centered: True for LayerNorm.
 
     Returns:
         dx (T, H) of dy's dtype; dweight (H,), summed in FP32, of the weight's dtype; dbias (H,) FP32, empty without a
-        bias; max |dx|, 0-d FP32, for the product that reads dx next.
+        bias; max |dx|, 0-d FP32, for the GEMM that reads dx next.
     """
     xhat = decode_groups(Quantized(codes, group_amax), code, group_size)
     wide = dy.contiguous().float()
@@ -504,7 +508,7 @@ def _norm_backward_kernel(
             dbias += dy
         gradient = dy
         if HAS_WEIGHT:
-            # Read again for every row, from the L1 cache: kept, it would take a register for each element.
+            # Read again for every row, from the L1 cache: held, it would take one register per element.
             gradient = dy * tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
         dx = gradient - xhat * (tl.sum(tl.sum(gradient * xhat, 1), 0) / H)
         if CENTERED:

@@ -1,4 +1,4 @@
-"""How an op gets its faces: schema, readable reference, CUDA kernel, and the shapes that torch.compile sees.
+"""Register an op with PyTorch: its schema, readable reference, CUDA kernel, and shapes for torch.compile.
 
 Every numerical op of the project is one `Op` in the `overcoat::` namespace of `torch.library`:
 
@@ -6,14 +6,14 @@ Every numerical op of the project is one `Op` in the `overcoat::` namespace of `
     def amax(x: Tensor) -> Tensor:          # the reference: plain PyTorch, the specification, runs on every device
         ...
 
-    @amax.cuda                              # the Triton kernel's launcher; without one a GPU runs the reference
+    @amax.cuda                              # the Triton kernel's launcher; otherwise a GPU runs the reference
     def _(x): ...
 
-    @amax.fake                              # shapes for torch.compile; without one those of the reference
+    @amax.fake                              # shapes for torch.compile; otherwise the reference runs on fake tensors
     def _(x): ...
 
-A shape function is for references that take more than 1 ms on fake tensors, or that would make compiled code depend on
-the number of tokens.
+Write a shape function if the reference takes more than 1 ms on fake tensors, or if it would make compiled code depend
+on the number of tokens.
 
 Ops carry no autograd formula: `overcoat.block` pairs forward and backward ops in `torch.autograd.Function`s. An op
 never returns one of its inputs or a view of it (a rule of `torch.library`).
@@ -37,10 +37,10 @@ _library = torch.library.Library("overcoat", "DEF")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# All registered ops by name: tests walk it, so that no op escapes `opcheck`.
+# All registered ops by name; tests run `opcheck` on each.
 CATALOGUE: dict[str, Op] = {}
 
-# Looked up once: each op of a block asks all of them.
+# Looked up once: every call of an op uses them.
 _is_cuda = attrgetter("is_cuda")
 _is_grad_enabled = torch.is_grad_enabled
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
@@ -50,10 +50,10 @@ _is_profiled = torch.autograd._profiler_enabled
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a Function without a second derivative.
+    """Decorate the backward of a Function that has no second derivative; RuntimeError if one is requested, or vmap.
 
-    PyTorch's `once_differentiable` says so only where dy needs a gradient. A loss's does not, and gradients made with
-    create_graph=True, of a penalty on them say, would lack what goes through the Function.
+    PyTorch's `once_differentiable` raises only if dy needs a gradient. A loss's dy does not, and then a penalty on
+    gradients made with create_graph=True would silently lack the terms that pass through the Function.
     """
     compiled = once_differentiable(backward)
 
@@ -76,14 +76,14 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_no_transforms() -> None:
-    """RuntimeError under torch.func's grad, vjp, vmap, ... and torch.jit.trace, for which PyTorch's own errors name no
+    """Raise RuntimeError under torch.func (grad, vjp, vmap, ...) and torch.jit.trace: PyTorch's own errors name no
     remedy."""
     if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "torch.func: converted layers and losses know backward() and torch.autograd.grad alone, no transforms; use "
-            "these, or do not convert this model"
+            "torch.func: converted layers and losses support backward() and torch.autograd.grad only, no transforms; "
+            "use these, or do not convert this model"
         )
     if _tracing() is not None:
         raise RuntimeError(
@@ -93,7 +93,7 @@ def check_no_transforms() -> None:
 
 
 class _Local(threading.local):
-    """dispatcher_is_idle: whether `check_dispatcher_once` has found so in this thread."""
+    """dispatcher_is_idle: True while `check_dispatcher_once` has found it idle in this thread."""
 
     dispatcher_is_idle = False
 
@@ -109,7 +109,7 @@ def _only_devices() -> bool:
 def _dispatcher_is_idle() -> bool:
     """True if no autograd, fake tensor or other mode, vmap, trace or profiler is active.
 
-    `make_fx(pre_dispatch=True)` of real tensors is not checked: only PyTorch's exporters use it, with fake tensors."""
+    `make_fx(pre_dispatch=True)` on real tensors is not detected: only PyTorch's exporters use it, with fake tensors."""
     return (
         not _is_grad_enabled()
         and _dispatch_modes() == 0
@@ -121,7 +121,7 @@ def _dispatcher_is_idle() -> bool:
 
 
 def check_dispatcher_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: one check at the beginning of `function` for all ops that it calls."""
+    """Decorate a function: check once at its beginning whether the dispatcher is idle, for all ops that it calls."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -137,7 +137,7 @@ def check_dispatcher_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """References compute in FP32 by contract; autocast would lower their matrix products."""
+    """Disable autocast in a reference, which computes in FP32: autocast would lower its GEMMs."""
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -148,8 +148,10 @@ def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Op(torch._ops.OpOverload):
-    """`torch.ops.overcoat.NAME.default`, which eager and compiled code call alike, with a short way to its kernel, the
-    launcher for CUDA tensors. reference: the function in plain PyTorch."""
+    """`torch.ops.overcoat.NAME.default`, for eager and compiled code, with a shortcut past the dispatcher.
+
+    reference: the function in plain PyTorch. kernel: the launcher for CUDA tensors. shapes: the shape function.
+    """
 
     reference: Callable[..., Any]
     kernel: Callable[..., Any] | None = None
@@ -157,20 +159,20 @@ class Op(torch._ops.OpOverload):
     written: list[tuple[int, str]]  # the arguments that are written to
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Past the dispatcher, which takes 3.5 to 10 us, where it would do nothing but call the kernel.
+        """Call the kernel directly if the dispatcher, which takes 3.5 to 10 us, would do nothing else.
 
-        The first argument stands for all: ours are of one kind."""
+        Only the first argument is checked: all tensors of a call are of one kind."""
         if self.kernel is not None and args and (_local.dispatcher_is_idle or _dispatcher_is_idle()):
             first = args[0]
             if type(first) is list and first:
                 first = first[0]
-            # A view whose sign the dispatcher would turn first is not as it lies in memory.
+            # The dispatcher would first materialize a lazily negated view.
             if type(first) in _PLAIN and _is_cuda(first) and not first.is_neg():
                 return self.kernel(*args, **kwargs)
         return self._op(*args, **kwargs)
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a shape function to take the place of the reference."""
+        """Register a shape function, used on fake tensors instead of the reference."""
         self.shapes = function
         return function
 
@@ -181,8 +183,10 @@ class Op(torch._ops.OpOverload):
         return function
 
     def counting_versions(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """PyTorch counts what its own ops write to, unless a mode calls them, so that it sees when a saved tensor has
-        changed."""
+        """Make `function` increment the version counters of arguments that it writes to.
+
+        By them autograd detects that a saved tensor was changed in place.
+        """
         if not self.written:
             return function
 
@@ -200,13 +204,13 @@ class Op(torch._ops.OpOverload):
         return self.shapes(*args, **kwargs)
 
     def _introduce_to_inductor(self) -> None:
-        """Tell torch.compile's backend, if it is at work, that this op is called as it is.
+        """Register this op as a fallback with Inductor, if it is imported: compiled code calls the op itself.
 
-        Before 2.13 Inductor otherwise formats a debug string that grows exponentially with the graph's depth. Shape
-        functions run while a graph is traced: after the backend's import and before it looks at the first op.
+        Without this, Inductor before 2.13 formats a debug string that grows exponentially with the graph's depth. Shape
+        functions run while a graph is traced: after Inductor's import and before it lowers the first op.
         """
         lowering: Any = sys.modules.get("torch._inductor.lowering")
-        # Without the function it is being imported by another thread, whose graph is not traced yet.
+        # No `make_fallback` yet: another thread is importing the module, and its graph is not traced yet.
         if not hasattr(lowering, "make_fallback") or self in lowering.lowerings:
             return
         tag = torch._library.utils.get_layout_constraint_tag(self, with_default=True)
@@ -215,10 +219,10 @@ class Op(torch._ops.OpOverload):
 
         @functools.wraps(create)
         def unchecked(*args: Any, **kwargs: Any) -> Any:
-            """`create`, which writes the call into compiled code, without a check of each result's strides.
+            """Write the call into compiled code, as `create` does, without run-time checks of each result's strides.
 
-            They are what the shape function says (tests/kernels/test_op.py), and every result is an allocation of its
-            own. A block would check 92 results twice, and a small one waits for the host.
+            tests/kernels/test_op.py compares these with the shape function, and every result is its own allocation. A
+            block would check 92 results twice, and a small block is bound by the host.
             """
             results = create(*args, **kwargs)
             for box in results if isinstance(results, (list, tuple)) else [results]:
@@ -230,19 +234,19 @@ class Op(torch._ops.OpOverload):
 
 
 def op(reference: Callable[..., Any] | None = None, *, mutates: tuple[str, ...] = ()) -> Any:
-    """Decorator: register an annotated function as `overcoat::<its name>`; `mutates` names arguments written to."""
+    """Register an annotated function as the op `overcoat::<its name>`; mutates: names of arguments written to."""
     if reference is None:
         return functools.partial(op, mutates=mutates)
     name, names = reference.__name__, list(inspect.signature(reference).parameters)
     schema = torch.library.infer_schema(reference, mutates_args=mutates)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    # PyTorch makes the object, once for each op, and compiled code asks PyTorch for it by name.
+    # PyTorch creates the op's object, and compiled code looks it up by name: so change its class, not the object.
     made = getattr(torch.ops.overcoat, name).default
     made.__class__, made.__doc__ = Op, reference.__doc__
     made.reference, made.written = reference, [(names.index(each), each) for each in mutates]
     made.shapes = _without_autocast(reference)
     _library.impl(name, made.counting_versions(made.shapes), "CompositeExplicitAutograd")
-    if mutates:  # a recomputation that took its saved results would leave the write out
+    if mutates:  # selective checkpointing must not reuse saved results: the write would be skipped
         SAC_IGNORED_OPS.add(made)
     torch.library.register_fake(f"overcoat::{name}", made._fake, lib=_library)
     CATALOGUE[name] = made

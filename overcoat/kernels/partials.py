@@ -1,8 +1,8 @@
-"""The sums of a kernel's programs, added up: how gradients of norms and biases stay the same from run to run.
+"""Add up the partial sums of a kernel's programs in a fixed order: gradients of norms and biases are deterministic.
 
-The Q programs' sums, each over the rows it took, become one, always in the same order. The buffer, some 4 MB, lies in
-the L2 cache, so what counts is how many loads are in flight: a program takes two whole 32-byte sectors of 512 rows at
-once, eight loads of 16 bytes per thread before the first addition.
+Each of Q programs has summed its own rows; here these Q sums become one. The buffer, about 4 MB, is in the L2 cache, so
+speed depends on the loads in flight: a program takes two 32-byte sectors of 512 rows at once, eight loads of 16 bytes
+per thread before the first addition.
 
 Legend: Q programs of the kernel before, C columns.
 """
@@ -18,14 +18,14 @@ from overcoat.kernels.device import max_magnitude, power_of_2
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, kernel
 
-# A tile: at most so many rows of so many columns. A thread holds ELEMENTS of it, unless that leaves less than 4 warps.
+# A tile has at most ROWS x COLUMNS elements. A thread holds ELEMENTS of it, unless that leaves fewer than 4 warps.
 ROWS, COLUMNS = 512, 16
 ELEMENTS = 32
 
 
 @triton.jit
 def _sum_rows(partial_ptr, out_ptr, Q, C, BQ: tl.constexpr, BC: tl.constexpr):
-    """Columns of this program: their sum over all rows."""
+    """Store the sums over all Q rows of this program's columns."""
     q, c = tl.arange(0, BQ), tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros((BQ, BC), tl.float32)
     for q0 in range(0, Q, BQ):
@@ -47,7 +47,7 @@ def _sum_partials_kernel(
     BQ: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) * BC >= C:
-        # One program more than the columns need, so that none has both to do.
+        # An extra program takes the maximum, so that no program has both jobs.
         if HAS_TOP:
             q = tl.arange(0, QP)
             top = max_magnitude(tl.load(top_ptr + q, mask=q < Q, other=0.0), 0)
@@ -72,7 +72,7 @@ def sum_partials_into(
 
 
 def sum_partials(*partials: Tensor) -> tuple[Tensor, ...]:
-    """The sums over the rows of one or two partials (Q, C), FP32 (C,) each, in one launch."""
+    """Return the sums over the rows of one or two partials (Q, C), FP32 (C,) each, in one launch."""
     sums = tuple(partial.new_empty(partial.shape[1], dtype=torch.float32) for partial in partials)
     sum_partials_into(partials, sums)
     return sums

@@ -1,19 +1,19 @@
 """Quantize GEMM operands: maxima, and per-tensor FP8 in one or both layouts, of one matrix or of several stacked.
 
 FP8 tensor cores on Hopper take both operands with the contraction axis contiguous ("NT": D = A @ B^T). The three
-products of a linear layer y = x W^T (T tokens, K in, N out) therefore want:
+GEMMs of a linear layer y = x W^T (T tokens, K in, N out) therefore need:
 
-    forward   y  = x   (T, K) . W   (N, K)^T            x, W as they lie
+    forward   y  = x   (T, K) . W   (N, K)^T            x, W not transposed
     dgrad     dx = dy  (T, N) . W^T (K, N)^T            W transposed
     wgrad     dW = dy^T(N, T) . x^T (K, T)^T            dy and x transposed
 
 so a quantizing op writes the plain layout, the transposed one, or both from one read. The contraction axis must be a
-multiple of 16: transposed activations are padded with zero tokens, which add nothing to the product.
+multiple of 16: transposed activations are padded with zero tokens, which do not change the result.
 
 The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: amax 2N; quantize 3N; quantize_both 4N;
-quantize_t 3N. A tile (BT tokens, BC columns) is read once, and written as it lies and / or transposed through shared
-memory, as 16-bit words that hold the FP8 of two neighbouring tokens. They equal the references bit for bit. One launch
-takes up to `PER_LAUNCH` matrices, the third axis of its grid telling them apart (weights.py).
+quantize_t 3N. A tile (BT tokens, BC columns) is read once and written in one or both layouts; the transposed one goes
+through shared memory as 16-bit words that hold the FP8 of two consecutive tokens. They equal the references bit for
+bit. One launch takes up to `PER_LAUNCH` matrices, indexed by the third axis of its grid (weights.py).
 
 Legend: T tokens, C columns, P = T rounded up to a multiple of 16.
 """
@@ -45,7 +45,8 @@ from overcoat.kernels.op import op
 
 TOKEN_MULTIPLE, PER_LAUNCH = 16, 3
 
-# Below this many elements one program finds the maximum; above, as many as an H200 holds share an atomic maximum.
+# Up to AMAX_ONE_PROGRAM elements one program finds the maximum; above, as many programs as an H200 holds at once update
+# an atomic maximum.
 AMAX_BLOCK = 8192
 AMAX_ONE_PROGRAM = 8 * AMAX_BLOCK
 AMAX_PROGRAMS = 132 * 8
@@ -55,18 +56,18 @@ PLAIN_TILE, TRANSPOSED_TILE = (16, 512), (64, 128)
 
 
 def padded_tokens(tokens: int) -> int:
-    """P: `tokens` rounded up to what the tensor cores' contraction axis needs."""
+    """Return P: `tokens` rounded up to a multiple of 16, as the tensor cores' contraction axis needs."""
     return (tokens + TOKEN_MULTIPLE - 1) // TOKEN_MULTIPLE * TOKEN_MULTIPLE
 
 
 def transpose_padded(data: Tensor) -> Tensor:
-    """(T, C) FP8 -> (C, P) contiguous, padded with zeros."""
+    """Transpose FP8 (T, C) to (C, P), contiguous, padded with zeros."""
     as_bytes = F.pad(data.view(torch.uint8), (0, 0, 0, padded_tokens(data.shape[0]) - data.shape[0]))
     return as_bytes.t().contiguous().view(data.dtype)
 
 
 def empty_both(x: Tensor, fmt: str, columns: Optional[int] = None) -> Tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised FP8 (T, C) and (C, P) on x's device, T = len(x), C its columns unless given; a 0-d FP32 scale."""
+    """Allocate FP8 (T, C) and (C, P) on x's device, T = len(x), C its columns unless given; and a 0-d FP32 scale."""
     columns = x.shape[1] if columns is None else columns
     data = x.new_empty(x.shape[0], columns, dtype=FLOAT8[fmt].dtype)
     transposed = x.new_empty(columns, padded_tokens(x.shape[0]), dtype=data.dtype)
@@ -78,14 +79,16 @@ def empty_both(x: Tensor, fmt: str, columns: Optional[int] = None) -> Tuple[Tens
 
 @triton.jit
 def promise(pointers, ALIGN: tl.constexpr):
-    """Pointers (N, C), every row contiguous and starting at a multiple of ALIGN bytes, which Triton cannot see once a
-    pointer was chosen among several."""
+    """Tell Triton that each row of pointers (N, C) is contiguous and starts at a multiple of ALIGN bytes.
+
+    Triton cannot see this of a pointer that was chosen among several.
+    """
     return tl.multiple_of(tl.max_contiguous(pointers, (1, pointers.shape[1])), (ALIGN, ALIGN))
 
 
 @triton.jit
 def choose(a, b, c, COUNT: tl.constexpr = 3):
-    """a, b or c by the program's index on the third axis, which is COUNT long."""
+    """Return a, b or c, by the program's index on the grid's third axis, which is COUNT long."""
     chosen = a
     if COUNT > 1:
         if tl.program_id(2) == 1:
@@ -96,7 +99,7 @@ def choose(a, b, c, COUNT: tl.constexpr = 3):
 
 
 def launches(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Weights in their order, contiguous, up to three of one dtype together."""
+    """Split weights, in order and made contiguous, into lists of up to three of one dtype."""
     if len(weights) == 1:
         return [[weights[0].contiguous()]]
     parts: list[list[Tensor]] = []
@@ -108,7 +111,7 @@ def launches(weights: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def three(items: list, rest: Optional[int] = None) -> list:
-    """The items, and up to three `rest` or, in their places, the first again."""
+    """Pad a list to three items with `rest`, or if that is None with the first item."""
     return items + [items[0] if rest is None else rest] * (PER_LAUNCH - len(items))
 
 
@@ -124,7 +127,7 @@ def alignment(weights: list[Tensor], columns: int = 16) -> int:
 
 @op
 def amax(x: Tensor) -> Tensor:
-    """max |x| as 0-d FP32; 0 for an empty tensor; NaN if any element is NaN."""
+    """Return max |x| as 0-d FP32; 0 for an empty tensor; NaN if any element is NaN."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     return x.abs().amax().float()
@@ -143,7 +146,7 @@ def _amax_kernel(
     offsets = tl.arange(0, BLOCK)[None, :]
     count = tl.cdiv(N, BLOCK)
     for block in range(tl.program_id(0), count, tl.num_programs(0)):
-        # From the end: the quantization that follows begins at the start, which the L2 cache then has.
+        # From the end to the start: the quantization that follows begins at the start, then still in the L2 cache.
         start = (count - 1 - block).to(tl.int64) * BLOCK
         x = tl.load(promise(x_ptr + start + offsets, ALIGN), mask=offsets < N - start, other=0.0)
         top = larger(top, tl.abs(x.to(tl.float32)))
@@ -155,7 +158,7 @@ def _amax_kernel(
 
 
 def launch_amax(tensors: Sequence[Tensor]) -> Tensor:
-    """max |x| over all tensors, 0-d FP32."""
+    """Return max |x| over all tensors, 0-d FP32."""
     one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
     out = (tensors[0].new_empty if one_program else tensors[0].new_zeros)((), dtype=torch.float32)
     for part in launches(tensors[::-1]):
@@ -179,7 +182,7 @@ def _(x):
 
 @op
 def quantize(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
-    """Per-tensor FP8 of x (T, C): data (T, C) and the 0-d FP32 dequantization scale for `amax`."""
+    """Quantize x (T, C) with one scale: data (T, C) and the 0-d FP32 dequantization scale for `amax` (0-d)."""
     data, scale = quantize_tensor(x.contiguous(), FLOAT8[fmt], amax)
     return data, scale
 
@@ -191,7 +194,7 @@ def _(x, amax, fmt):
 
 @op
 def quantize_both(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor, Tensor]:
-    """Per-tensor FP8 of x (T, C) in both layouts: data (T, C), data^T (C, P), scale."""
+    """Quantize x (T, C) with one scale in both layouts: data (T, C), data^T (C, P), scale (0-d FP32)."""
     data, scale = quantize.reference(x, amax, fmt)
     return data, transpose_padded(data), scale
 
@@ -203,7 +206,7 @@ def _(x, amax, fmt):
 
 @op
 def quantize_t(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """x (T, C) as transposed FP8 operand (C, P) with a scale that the forward found."""
+    """Return x (T, C) as transposed FP8 operand (C, P), with the forward's scale (0-d FP32)."""
     return transpose_padded(cast_float8(x.float() * (1.0 / scale), FLOAT8[fmt]))
 
 
@@ -216,7 +219,7 @@ def _(x, scale, fmt):
 def quantize_tile(
     x_ptr, out_ptr, t, c, rows, columns, stride, inverse, PLAIN: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Rows t and columns c of a tile, of which `rows` and `columns` exist: x, and x * inverse; that stored if PLAIN."""
+    """Return x and x * inverse at rows t, columns c, of which `rows` and `columns` exist; PLAIN: store the latter."""
     inside = (t < rows)[:, None] & (c < columns)[None, :]
     offsets = t[:, None] * stride + c[None, :]
     x = tl.load(promise(x_ptr + offsets, ALIGN), mask=inside, other=0.0).to(tl.float32)
@@ -272,7 +275,10 @@ def launch_quantize(
     tensors: Sequence[Tensor], factor: Tensor, out: Optional[Tensor], out_t: Optional[Tensor], scale: Optional[Tensor],
     fmt: str,
 ) -> None:  # fmt: skip
-    """Matrices (T_i, C) -> out (sum T_i, C) and / or out_t (C, P or sum T_i); `scale` None: `factor` is it, given."""
+    """Quantize matrices (T_i, C) into out (sum T_i, C) and / or out_t (C, P or sum T_i).
+
+    factor: 0-d, amax; or if `scale` is None, the scale itself.
+    """
     columns, first = tensors[0].shape[1], 0
     tile = PLAIN_TILE if out_t is None else TRANSPOSED_TILE
     for part in launches(tensors):

@@ -4,27 +4,28 @@ The buffer's columns are [q heads | k heads | v heads], each head D wide. With (
 
     rotate((x1, x2)) = (x1 * cos1 - x2 * sin1,  x2 * cos2 + x1 * sin2)
 
-and, where the model normalizes q and k, each head passes RMSNorm first: x <- x * rstd * weight. v passes unchanged. The
-backward rotates the gradient back, and passes it through the head norms.
+If the model normalizes q and k, each head first goes through RMSNorm: x <- x * rstd * weight. v does not change. The
+backward rotates the gradient back, then applies the head norms' backward.
 
-The op is cheap to run again, so attention saves its *input*, q and k in 12 bits (formats/bf12.py), v in 8, one group
-per token and head, and rebuilds the rotated q and k in the backward. The gradient straight in FP8, without head norms:
-rope_quantize.py. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention):
+The op is cheap to recompute, so attention saves its *input*, q and k in 12 bits (formats/bf12.py), v in 8, one group
+per token and head, and recomputes the rotated q and k in the backward. rope_quantize.py writes the gradient directly in
+FP8, without head norms. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head
+attention):
 
     qk_rope             1 V read, 1 V written
     qk_rope_encode12_   1 V read, 2/3 V written in place, 2/3 V of codes written
     qk_rope_decode12    2/3 V read, 1 V written
     qk_rope_backward    1 V read, 1 V written; with head norms 2/3 V more read
 
-Everything equals the reference bit for bit, except with head norms: their means are summed in another order, so the
+All results equal the references bit for bit, except with head norms: their means are summed in another order, so the
 gradient may differ by one BF16 step. Weight gradients are deterministic: each program sums its own heads, partials.py
 adds the programs' sums in a fixed order.
 
-Forward tiles: a program takes one tile, NH heads of q, k or v of one token, and ends, so the next program's loads do
-not wait for its stores, and nothing is masked. NH is a power of 2 that divides the heads of q as well as of k and v;
-where that is small (one key head), a tile has BT tokens. Tiles of a token follow each other, so all but the first find
-its cos and sin in a cache. Backward tiles: programs walk along the tokens; each takes every Q-th tile of tokens with
-all of its heads, so that grouped queries balance.
+Forward tiles: a program takes one tile, NH heads of q, k or v of one token, so that the next program's loads do not
+wait for its stores, and no masks are needed. NH is a power of 2 that divides the heads of q as well as of k and v; if
+that is small (one key head), a tile has BT tokens. A token's tiles are consecutive, so all but the first find its cos
+and sin in a cache. Backward tiles: each program takes every Q-th tile of tokens with all of its heads, so that the work
+is balanced with grouped queries.
 
 Legend: T tokens = batch * sequence, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and
 sin (P = T, or the sequence length when all batch rows share them: token t uses row t mod P), Q programs. A tile with
@@ -66,13 +67,13 @@ from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.tiles import load_inside, raise_amax
 
-# A row of o is a mean of rows of v, so max |o| <= max |v|: this much more, as fused kernels round the mean's weights to
-# 16 bits, by 2^-9, and then o, to the next BF16 number at most.
+# A row of o is a weighted mean of rows of v, so max |o| <= max |v|. The margin covers rounding in fused kernels: of the
+# weights to 16 bits (2^-9), and of o to BF16.
 MARGIN = 1.0 + 2.0**-7
 _MARGIN = tl.constexpr(MARGIN)
-# The most elements of a tile, each half of a head in EP of them, and how many a thread has.
+# The most elements of a tile, where each half of a head takes EP, and elements per thread.
 HEAD_TILE, HEAD_ELEMENTS = 2048, 16
-# Registers of a thread that encodes BF16: with 48 ten words spill, with more one program less finds room.
+# Registers of a thread that encodes BF16: with 48 ten words spill; with more than 56 one program fewer fits.
 ENCODE_REGISTERS = 56
 
 
@@ -87,8 +88,11 @@ def qk_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], eps: float,
     num_q: int, num_kv: int,
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
-    """Normalise (if weights (D,) are given; eps: of their RMSNorm) and rotate, by cos and sin (P, D), q and k of qkv
-    (T, (num_q + 2 num_kv) * D); of its shape and dtype, and 0-d FP32, what |o| of attention does not exceed."""
+    """Return qkv (T, (num_q + 2 num_kv) * D) with q and k normalised and rotated; and an upper bound of max |o|.
+
+    cos, sin: (P, D). q_weight, k_weight: (D,), of each head's RMSNorm with `eps`, or None. The bound, of attention's
+    result o, is 0-d FP32.
+    """
     q, k, v = split_heads(qkv, num_q, num_kv)
     c, s = per_token(cos, qkv.shape[0]), per_token(sin, qkv.shape[0])
     q = rotate(_normalize_heads(q, q_weight, eps), c, s)
@@ -106,8 +110,9 @@ def qk_rope_encode12_(
     qkv: Tensor, center: Optional[Tensor], cos: Tensor, sin: Tensor, q_weight: Optional[Tensor],
     k_weight: Optional[Tensor], eps: float, num_q: int, num_kv: int, code: str,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`qk_rope` in place; returns what was there before: q and k as bf12, v - center (num_kv * D,) in the 8-bit `code`,
-    or v where that is smaller (heads.py).
+    """Apply `qk_rope` to qkv in place; return its previous content, encoded.
+
+    q and k as bf12; v - center, center (num_kv * D,), in the 8-bit `code`, or v where that is smaller (heads.py).
 
     Returns:
         codes int8 (T, (num_q + 2 num_kv) * D), the upper bits of q and k, then v's bytes; lower bits of q and k, uint8
@@ -129,8 +134,10 @@ def qk_rope_decode12(
     codes: Tensor, lower: Tensor, group_amax: Tensor, center: Optional[Tensor], cos: Optional[Tensor],
     sin: Optional[Tensor], num_q: int, num_kv: int, code: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Decode q/k/v from `qk_rope_encode12_` and, if cos and sin are given, rotate q and k again; in `dtype`. Without
-    head norms: `qk_rope` applies those to what was decoded without a rotation."""
+    """Decode q/k/v from `qk_rope_encode12_` to `dtype` and, if cos and sin are given, rotate q and k again.
+
+    There are no head norms here: decode without rotation, then call `qk_rope`.
+    """
     values = decode_heads(codes, lower, group_amax, center, num_q, num_kv, code)
     if cos is not None and sin is not None:
         values, _ = qk_rope.reference(values, cos, sin, None, None, 0.0, num_q, num_kv)
@@ -147,7 +154,7 @@ def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
 
 @triton.jit
 def _head_norm(x1, x2, w1, w2, D: tl.constexpr, eps):
-    """RMSNorm of each head (NH, EP) + (NH, EP)."""
+    """Return the RMSNorm of each head, given as two halves (NH, EP)."""
     rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) * (1.0 / D) + eps)[:, None]
     return x1 * rstd * w1, x2 * rstd * w2
 
@@ -157,7 +164,10 @@ def _take_heads(
     source_ptr, amax_ptr, center_ptr, codes_ptr, lower_ptr, offsets, centers, known, inside, E: tl.constexpr,
     HAS_CENTER: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """The halves (BT * NH, EP) of heads, of which `known` exist, in FP32, decoded or encoded on the way."""
+    """Load the halves (BT * NH, EP) of heads in FP32, from codes if DECODE; store their codes if ENCODE.
+
+    known: which heads exist. FINE: heads of q and k, in bf12; else of v.
+    """
     if HAS_CENTER and not FINE:
         center1, center2 = load_halves(center_ptr + centers, E, inside)
     if DECODE:
@@ -204,7 +214,7 @@ def _rope_kernel(
     lower_ptr += token.to(tl.int64) * ((num_q + num_kv) * E)
     out_ptr += row * D
     r, e = tl.arange(0, BT * NH), tl.arange(0, EP)
-    # What all heads have in common is read for each of them: as vectors (EP,) it would take a detour by shared memory.
+    # cos, sin and weights are loaded for each head: vectors (EP,) would be broadcast through shared memory.
     first = tl.zeros((BT * NH, 1), tl.int32) + e[None, :]
     inside = None if E == EP else first < E
     if BT == 1:
@@ -248,8 +258,11 @@ def _launch_rope(
     source: Tensor, out: Tensor, kept: Sequence[Tensor], center: Optional[Tensor], code: str,
     tables: tuple[Optional[Tensor], ...], eps: float, num_q: int, num_kv: int,
 ) -> Tensor:  # fmt: skip
-    """source: values, encoded into the three of `kept` if given; or, as int8, codes, which are decoded with them.
-    tables: cos and sin or None; q's and k's norm weights or None. Returns the bound, of values."""
+    """Launch `_rope_kernel`; return the bound of max |o|, meaningful if source holds values.
+
+    source: values, also encoded into kept (codes, lower, amax) if given; or int8 codes, decoded with kept.
+    tables: cos and sin or None; q's and k's norm weights or None.
+    """
     center, cos, sin, q_weight, k_weight = dense(center, *tables)
     decodes = source.dtype == torch.int8
     encodes = bool(kept) and not decodes
@@ -303,8 +316,8 @@ def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
     return out
 
 
-# Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
-# heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.
+# Elements of a tile, where each half of a head takes EP, and the most heads of one token in it: few, so that 28 or 8
+# heads leave no rows empty, but enough to read 1 KiB at once at D = 128.
 TILE = 2048
 MAX_HEADS = 4
 # As many programs of 4 warps as an H200's 132 multiprocessors hold at once with so many registers per thread.
@@ -325,7 +338,7 @@ def qk_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Optional[Tensor], cos: Tensor, sin: Tensor, q_weight: Optional[Tensor],
     k_weight: Optional[Tensor], eps: float, num_q: int,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradient of qkv (T, (num_q + 2 num_kv) * D), and of the head norms' weights, (D,) FP32 or empty.
+    """Return the gradients of qkv (T, (num_q + 2 num_kv) * D) and of the head norms' weights, (D,) FP32 or empty.
 
     Args:
         dq: (T, num_q * D); dk, dv: (T, num_kv * D): gradients of the rotated q and k, and of v.
@@ -349,7 +362,7 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
 
 @triton.jit
 def _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps):
-    """Return gradients of input and weight of rows' RMSNorm, (R, EP) + (R, EP), per row; 0 where not `known` (R,)."""
+    """Return the gradients of input and weight of each row's RMSNorm, as halves (R, EP); 0 where not `known` (R,)."""
     share = 1.0 / D
     rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) * share + eps)
     rstd = tl.where(known, rstd, 0.0)[:, None]  # eps may be 0, rstd of a row of zeros infinite
@@ -365,7 +378,7 @@ def _part_backward(
     cos_ptr, sin_ptr, T, positions, D: tl.constexpr, width, eps,
     EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
-    """One program's share of q, k or v; x and dx are columns of the fused buffer, `width` wide."""
+    """Compute one program's share of q, k or v; x and dx are columns of the fused buffer, `width` wide."""
     E = D // 2
     row, e = tl.arange(0, BT * NH), tl.arange(0, EP)
     t, lane = row // NH, row % NH

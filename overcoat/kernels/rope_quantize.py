@@ -1,20 +1,20 @@
-"""The gradient of the fused q/k/v buffer without head norms, rotated back, straight in FP8 in two passes.
+"""Rotate the gradient of q/k/v back and write it directly in FP8, in two passes; for layers without head norms.
 
-It is the transposed map, not the inverse: scaled RoPE variants fold a factor into cos and sin.
+This is the transpose of the rotation, not the inverse: scaled RoPE variants fold a factor into cos and sin.
 
     (d1, d2) -> (d1 * cos1 + d2 * sin2,  d2 * cos2 - d1 * sin1)
 
-Attention's backward leaves dq, dk and dv apart; one launch takes all three, told apart by the third axis of its grid.
-The first pass finds max |gradient| (and the sums over the tokens, where q, k and v have biases): its programs walk
-along the tokens with the same NH heads. The second writes each part's columns of the fused buffer in both layouts; a
-tile's NH heads share its cos and sin. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for
-multi-head attention):
+Attention's backward returns dq, dk and dv apart; one launch takes all three, indexed by the third axis of its grid. The
+first pass finds max |gradient| (and the sums over the tokens, if q, k and v have biases): each program loops over
+tokens of the same NH heads. The second writes each part's columns of the fused buffer in both layouts; a tile's NH
+heads share its cos and sin. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head
+attention):
 
     qk_rope_backward_amax       1 V read
     qk_rope_backward_quantize   1 V read, 1/2 V + 1/2 V written
 
-Everything equals the reference bit for bit, but for the sums over the tokens: a program's own first, then the programs'
-(partials.py), always in the same order.
+All results equal the references bit for bit, except the sums over tokens: each program's sum first, then the sum of
+these (partials.py), always in the same order.
 
 Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P = T rounded up to a multiple of 16, C
 columns of the buffer, NH heads of a tile, Q programs that share the tokens.
@@ -67,10 +67,10 @@ from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded
 from overcoat.kernels.tiles import store_quads
 
-# Of the first pass, without and with sums: elements of a tile, each half of a head in EP of them, and its most heads;
+# First pass, without and with sums: elements of a tile, where each half of a head takes EP, its most heads, and
 # programs in all, as many as an H200's 132 multiprocessors hold at once.
 AMAX_TILES = {False: (2048, 2, 132 * 8), True: (4096, 4, 132 * 4)}
-# Of the second: tokens of a tile, and heads that share the tables.
+# Second pass: tokens of a tile, and heads that share cos and sin.
 TILE_TOKENS, TILE_HEADS = 32, 8
 
 
@@ -78,9 +78,10 @@ TILE_TOKENS, TILE_HEADS = 32, 8
 def qk_rope_backward_amax(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, want_sums: bool
 ) -> Tuple[Tensor, Tensor]:
-    """First of two passes that write the gradient of q/k/v, without head norms, straight in FP8: its max |.|, 0-d FP32;
-    its sums over the tokens, (C,) FP32, the biases' gradients, empty unless wanted. Arguments as of
-    `qk_rope_backward`."""
+    """First pass: return max |gradient of q/k/v|, 0-d FP32; and its sums over tokens, (C,) FP32, the biases' gradients.
+
+    Without `want_sums` the sums are empty. Other arguments as in `qk_rope_backward`.
+    """
     gradient = rope_gradient(dq, dk, dv, cos, sin, num_q)
     return gradient.abs().amax(), gradient.sum(0) if want_sums else gradient.new_empty(0)
 
@@ -113,7 +114,7 @@ def _(dq, dk, dv, cos, sin, num_q, want_sums):
 def qk_rope_backward_quantize(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, amax: Tensor, fmt: str, num_q: int
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """Second pass: the gradient in FP8 in both layouts, (T, C) and (C, P), and its scale for `amax`."""
+    """Second pass: return the gradient in FP8 in both layouts, (T, C) and (C, P), and its scale for `amax`."""
     data, scale = quantize_tensor(rope_gradient(dq, dk, dv, cos, sin, num_q), FLOAT8[fmt], amax)
     return data, transpose_padded(data), scale
 
@@ -141,7 +142,7 @@ def _walk(
     cos_ptr, sin_ptr, amax_ptr, partial_ptr, T, positions, D: tl.constexpr, C, SUMS: tl.constexpr, EP: tl.constexpr,
     BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
-    """One program of `_rope_amax_kernel` on one of its parts; `first`: its first column of the fused buffer."""
+    """Run one program of `_rope_amax_kernel` on q, k or v; `first`: its first column of the fused buffer."""
     E = D // 2
     row, e, head0 = tl.arange(0, BT * NH), tl.arange(0, EP), tl.program_id(1) * NH
     t, head = row // NH, head0 + row % NH
@@ -189,7 +190,7 @@ def _rope_amax_kernel(
 
 @triton.jit
 def _scaled(d1, d2, inverse, inside):
-    """Halves times `inverse`, which may be NaN; zero outside, where the transposed layout is padded."""
+    """Return halves times `inverse`, which may be NaN; zero outside, where the transposed layout is padded."""
     return tl.where(inside, d1 * inverse, 0.0), tl.where(inside, d2 * inverse, 0.0)
 
 
@@ -199,7 +200,7 @@ def _tile(
     cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D: tl.constexpr, stride_out, EP: tl.constexpr,
     BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
-    """One program of `_rope_gradient_kernel` on one of its parts; `first`: its first column of the fused buffer."""
+    """Run one program of `_rope_gradient_kernel` on q, k or v; `first`: its first column of the fused buffer."""
     E = D // 2
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     t0, pair, e = tl.program_id(0) * BT, tl.arange(0, BT // 2), tl.arange(0, EP)
@@ -239,7 +240,7 @@ def _rope_gradient_kernel(
     out_ptr,  # (T, C) FP8
     out_t_ptr,  # (C, P) FP8, of which two are stored together
     scale_ptr,  # 0-d FP32
-    P,  # here: after the strides ptxas takes 166 registers at D = 128 instead of 128
+    P,  # in this position: after the strides ptxas would use 166 registers at D = 128 instead of 128
     T, positions, num_q, num_kv, D: tl.constexpr, stride_q, stride_k, stride_v, INVERSE_MAX: tl.constexpr,
     EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +264,7 @@ def _rope_gradient_kernel(
 def qk_rope_backward_blocks(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, num_q: int
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient in FP8 in both layouts with block scales: the results of `block_quantize_both`."""
+    """Return the gradient in FP8 in both layouts with block scales, as `block_quantize_both` does."""
     gradient = rope_gradient(dq, dk, dv, cos, sin, num_q)
     return *row_blocks(gradient, FLOAT8[fmt]), *row_blocks_t(gradient, FLOAT8[fmt])
 
@@ -278,7 +279,7 @@ def _empty_blocks(dq, dk, dv, cos, sin, fmt, num_q):
 def _load_rotated_row(
     dy_ptr, cos_ptr, sin_ptr, t, c, other, sign, rows, t0, positions, stride, rotates, D: tl.constexpr
 ):  # fmt: skip
-    """Rows t of a head's gradient (BT / 4, 1, D) in FP32, zero outside, and which are inside."""
+    """Load rows t of a head's gradient (BT / 4, 1, D) in FP32, zero outside, and which are inside."""
     inside = (t < rows)[:, None, None] & (c >= 0)[None, :, :]
     source = dy_ptr + t[:, None, None] * stride
     x = tl.load(source + c[None, :, :], mask=inside, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
-"""Tiles of kernels over groups: how two shapes of tile are addressed, read and written.
+"""Tiles of kernels over groups: how two shapes of tile are addressed, loaded and stored.
 
-    a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, ...)
-    tokens by groups        BT tokens and NG groups: in pairs or quads of neighbouring rows that end up transposed, the
-                            operand of a weight gradient (requantize_t, activation_backward, ...)
+    a list of groups        the tensor's T * n groups as one list, NG per program (group_decode, ...)
+    tokens by groups        BT tokens and NG groups, in pairs or quads of consecutive rows that are stored transposed:
+                            the operand of a weight gradient (requantize_t, activation_backward, ...)
 
 Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
@@ -25,15 +25,18 @@ def load_inside(pointer, inside):
 
 @triton.jit
 def raise_amax(amax_ptr, seen, top):
-    """`atomic_amax` if top exceeds what was `seen` there: once the first programs have found large values, few do.
-    Warps of a program may have seen different values: nothing that they would wait for each other in may stand here."""
+    """Call `atomic_amax` if top exceeds the value `seen` there, which few programs do once others have raised it.
+
+    Warps of a program may have seen different values and branch differently, so no barrier may be inside the branch.
+    """
     if top.to(tl.int32, bitcast=True) > seen.to(tl.int32, bitcast=True):
         atomic_amax(amax_ptr, top)
 
 
 @triton.jit
 def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
-    """This program's groups: number and row (NG,), which are `known`; columns (NG, GP), which are inside."""
+    """Return this program's groups: number, row and whether it exists (`known`), (NG,); columns, and which exist, (NG,
+    GP)."""
     group = tl.program_id(0) * NG + tl.arange(0, NG)
     known, row = group < groups, group // n
     column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
@@ -42,8 +45,10 @@ def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.conste
 
 @triton.jit
 def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, MOST: tl.constexpr = 16):
-    """Numbers (NG,) and columns (NG, GP) of the groups from g0 and column g0 * G on, and which columns are real. A
-    thread holds at most MOST columns next to each other. The fewer, the more rows, whose sums need no other thread."""
+    """Return numbers (NG,) and columns (NG, GP), relative to group g0 and its first column, and which columns exist.
+
+    A thread holds at most MOST consecutive columns. With fewer it holds more rows, and sums them without other threads.
+    """
     g, i = tl.arange(0, NG), tl.arange(0, GP)
     if MOST < 16:
         i = tl.max_contiguous(i, MOST)
@@ -53,14 +58,14 @@ def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, MO
 
 @triton.jit
 def load_kept(codes_ptr, amax_ptr, inside, known, AXIS: tl.constexpr):
-    """Codes, and their groups' maxima in FP32, 1 long on the last axis, number AXIS."""
+    """Load codes, and their groups' maxima in FP32 with a last axis AXIS of length 1."""
     amax = tl.load(amax_ptr, mask=known, other=0.0).to(tl.float32)
     return tl.load(codes_ptr, mask=inside, other=0.0), tl.expand_dims(amax, AXIS)
 
 
 @triton.jit
 def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
-    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: values and which are inside."""
+    """Decode rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist; return values and which are inside."""
     inside, known = (t < rows)[:, None, None] & real[None, :, :], (t < rows)[:, None] & (g < groups)[None, :]
     codes_ptr += t[:, None, None] * C + c[None, :, :]
     codes, amax = load_kept(codes_ptr, amax_ptr + (t[:, None] * n + g[None, :]), inside, known, 2)
@@ -69,14 +74,14 @@ def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl
 
 @triton.jit
 def store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
-    """Words (B, NG, GP) of two or four tokens each to (NG, GP, B), of which `real` columns and `pairs` words exist."""
+    """Store words (B, NG, GP) of two or four tokens each as (NG, GP, B); `real` columns and `pairs` words exist."""
     inside = real[:, :, None] & (pair < pairs)[None, None, :]
     tl.store(out_t_ptr + (c[:, :, None] * stride + pair[None, None, :]), tl.permute(words, (1, 2, 0)), mask=inside)
 
 
 @triton.jit
 def where_padded(x, inside, PADDED: tl.constexpr):
-    """x with zeros outside, for what is stored there; PADDED: whether anything is, that is, whether P exceeds T."""
+    """Return x with zeros outside, where padding is stored; PADDED: True if there is padding (P > T)."""
     if PADDED:
         return tl.where(inside, x, 0.0)
     return x
@@ -96,7 +101,7 @@ def store_quads(
     PADDED: tl.constexpr,  # whether they include padding, which is zero even where a scale is not finite
     TYPE: tl.constexpr,
 ):
-    """x / scale in FP8, transposed: words of four tokens each."""
+    """Store x / scale in FP8, transposed, as words of four tokens each."""
     x0, x1 = where_padded(x[0] * inverse, inside[0], PADDED), where_padded(x[1] * inverse, inside[1], PADDED)
     x2, x3 = where_padded(x[2] * inverse, inside[2], PADDED), where_padded(x[3] * inverse, inside[3], PADDED)
     store_transposed(pack_quads(x0, x1, x2, x3, TYPE), out_t_ptr, c, quad, real, quads, stride_t)
@@ -104,10 +109,10 @@ def store_quads(
 
 @triton.jit
 def store_quad_rows(x, inside, inverse, out_ptr, stride, offsets):
-    """x / scale in FP8 as the rows lie, by conversions of their own.
+    """Store x / scale in FP8 untransposed, converting again instead of using `store_quads`' results.
 
-    ptxas (12.8 and 12.9, not 13.0) drops one to two FP8 bytes whose result is the low half of a 32-bit word, as in
-    `store_quads`, and used elsewhere as well: what is stored there is some other register's content.
+    A bug in ptxas (12.8 and 12.9, not 13.0): if a conversion's result is both the low half of a 32-bit word, as in
+    `store_quads`, and used elsewhere, the other use stores the content of some other register.
     """
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(out_ptr + offsets, to_float8(x[0] * inverse, TYPE), mask=inside[0])

@@ -1,16 +1,16 @@
 """Weights as E4M3 operands: stacked (q, k, v; gate, up), with one scale, or one for each 128x128 block (blockwise.py).
 
-    stack_weights, block_stack_weights    maxima known: a copy, also transposed; 3N bytes moved for N elements
-    quantize_parameters                   maxima found, of several operands in the same launches
-    stack_operands                        transposed operands of several stacks, maxima known
+    stack_weights, block_stack_weights    one operand, plain or transposed; 3N bytes moved for N elements
+    quantize_parameters                   finds the maxima and quantizes several operands in the same launches
+    stack_operands                        several operands, plain or transposed, from given maxima
 
-A launch takes the GPU 4 us and the host 12, however small the weights. A block has four operands (q, k, v; the output
-layer; gate, up; down), each a maximum and a copy in the forward and a transposed copy in the backward: 12 launches, and
-4 that set maxima to zero, become 4. Up to `PER_LAUNCH` weights share a launch.
+A launch takes the GPU 4 us and the host 12, even for small weights. A block has four operands (q, k, v; the output
+layer; gate, up; down). Each needs a maximum and a copy in the forward and a transposed copy in the backward: 12
+launches, and 4 that zero the maxima. Shared launches make that 4. One launch takes up to `WEIGHTS` weights.
 
-A parameter's maximum is mostly that of the last time. The copy is made with the remembered maximum while the true one
-is found (3 bytes moved for an element of 2; a maximum first would take 5, less L2 hits); where they differ the copy is
-made again. So no result depends on the remembered value. All equal the references bit for bit.
+A parameter's maximum rarely changes between calls. So the copy is made with the previous maximum while the true one is
+found (3 bytes moved per 2-byte element; finding the maximum first would move 5, less L2 hits). Where they differ the
+copy is made again, so no result depends on the previous value. All equal the references bit for bit.
 
 Legend: N rows of a weight, K its columns, L4 blocks of 128 rounded up to a multiple of 4.
 """
@@ -59,13 +59,16 @@ from overcoat.kernels.quantize import (
     three,
 )
 
-# Warps of a tile of 128 x 128.
+# Warps of a program with a tile of 128 x 128.
 SQUARE_WARPS = 8
 
 
 @op
 def stack_weights(weights: List[Tensor], amax: Tensor, transposed: bool) -> Tuple[Tensor, Tensor]:
-    """Weights (N_i, K) as one E4M3 operand: (sum N, K), or (K, sum N) if `transposed`, and their common scale."""
+    """Quantize weights (N_i, K) to one E4M3 operand, (sum N, K) or if `transposed` (K, sum N), and its 0-d scale.
+
+    amax: 0-d FP32, their common maximum.
+    """
     data, scale = quantize_tensor(torch.cat(weights), E4M3, amax)
     return _transposed(data) if transposed else data, scale
 
@@ -75,7 +78,7 @@ def _transposed(data: Tensor) -> Tensor:
 
 
 def empty(weights: List[Tensor], transposed: bool = False) -> Tuple[Tensor, Tensor]:
-    """Uninitialised stacked operand and scale."""
+    """Allocate a stacked operand and its scale."""
     shape = (sum([w.shape[0] for w in weights]), weights[0].shape[1])
     data = weights[0].new_empty(*(shape[::-1] if transposed else shape), dtype=E4M3.dtype)
     return data, weights[0].new_empty((), dtype=torch.float32)
@@ -99,7 +102,7 @@ def _(weights, amax, transposed):
 
 @op
 def stack_codes(codes: List[Tensor], transposed: bool) -> Tensor:
-    """E4M3 codes (N_i, K) of weights that share a scale as one operand: (sum N, K), or (K, sum N) if `transposed`."""
+    """Stack E4M3 codes (N_i, K) of weights that share a scale to (sum N, K), or if `transposed` (K, sum N)."""
     data = torch.cat([each.view(torch.uint8) for each in codes]).view(E4M3.dtype)
     return _transposed(data) if transposed else data
 
@@ -119,15 +122,15 @@ def _(codes, transposed):
 
 
 def padded_blocks(size: int) -> int:
-    """L4: `blocks`, rounded up to the multiple of 4 that the GEMM wants for 128x128 scales."""
+    """Return L4: `blocks(size)`, rounded up to a multiple of 4, as the GEMM needs for 128x128 scales."""
     return (blocks(size) + 3) // 4 * 4
 
 
 @op
 def block_stack_weights(weights: List[Tensor], transposed: bool) -> Tuple[Tensor, Tensor]:
-    """Weights (N_i, K) as one E4M3 operand in 128x128 blocks of the stacked matrix (N, K), N = sum N_i.
+    """Quantize weights (N_i, K) to one E4M3 operand in 128x128 blocks of the stacked matrix (N, K), N = sum N_i.
 
-    A block may span two weights where a row count is no multiple of 128; the layouts of a weight hold the same numbers.
+    A block may span two weights if a row count is no multiple of 128. Both layouts hold the same numbers.
 
     Returns:
         data (N, K), scale (ceil(N / 128), L4 of K); if `transposed` data (K, N), scale (ceil(K / 128), L4 of N).
@@ -140,7 +143,7 @@ def block_stack_weights(weights: List[Tensor], transposed: bool) -> Tuple[Tensor
 
 @block_stack_weights.fake
 def _empty_blocks(weights, transposed):
-    """Data and scale; what is filled up of the scale is zero already."""
+    """Allocate data and scale; the scale's padding is zero."""
     first, rows, columns = weights[0], sum(w.shape[0] for w in weights), weights[0].shape[1]
     rows, columns = (columns, rows) if transposed else (rows, columns)
     make = first.new_empty if padded_blocks(columns) == blocks(columns) else first.new_zeros
@@ -213,16 +216,16 @@ def _(weights, transposed):
     return out, scale
 
 
-# Weights and operands that one launch takes.
+# The most weights and operands of one launch.
 WEIGHTS, OPERANDS = 8, 4
-# Programs for each weight that look whether its copy is right: enough to fill the GPU, few enough to end within 3 us.
+# Programs per weight that check whether its copy is right: enough to fill the GPU, few enough to end within 3 us.
 CHECKS = 132 * 4
-# FP32 numbers for each operand, of which the first is it: pointers of remembered launches are multiples of 16 bytes.
+# FP32 slots per scale or maximum, of which the first is used: addresses in cached launches are multiples of 16 bytes.
 APART = 4
 
 
 def grouped(weights: Any, counts: Sequence[int]) -> list[Any]:
-    """The weights of each operand."""
+    """Split weights into one list per operand, of counts[j] each."""
     groups: list[Any] = []
     first = 0
     for count in counts:
@@ -232,7 +235,7 @@ def grouped(weights: Any, counts: Sequence[int]) -> list[Any]:
 
 
 def numbers_of(numbers: Tensor) -> list[Tensor]:
-    """The scale or maximum of each operand, 0-d, of (operands, APART)."""
+    """Return the scale or maximum of each operand, 0-d, from numbers (operands, APART)."""
     return list(numbers.select(1, 0).unbind())
 
 
@@ -242,10 +245,10 @@ def _apart(numbers: Sequence[Tensor]) -> Tensor:
 
 @op
 def stack_operands(weights: List[Tensor], counts: List[int], amaxes: List[Tensor], transposed: bool) -> List[Tensor]:
-    """Operands, the j-th of counts[j] weights (N_i, K_j), with the maxima `amaxes` (0-d FP32 each).
+    """Quantize several operands, the j-th of counts[j] weights (N_i, K_j), with given maxima (0-d FP32 each).
 
     Returns:
-        E4M3 data of each, (sum N_i, K_j), or (K_j, sum N_i) if `transposed`; their scales (`numbers_of`).
+        E4M3 data of each, (sum N_i, K_j), or (K_j, sum N_i) if `transposed`; then their scales (see `numbers_of`).
     """
     pairs = zip(grouped(weights, counts), amaxes, strict=True)
     data, scales = zip(*[stack_weights.reference(each, amax, transposed) for each, amax in pairs], strict=True)
@@ -260,8 +263,10 @@ def _(weights, counts, amaxes, transposed):
 
 @op
 def quantize_operands(weights: List[Tensor], counts: List[int], last: List[Tensor]) -> List[Tensor]:
-    """`stack_operands` with the maxima found first, and these as well (`numbers_of`). last: what they may be, 0-d FP32
-    each, or []; only the time depends on it."""
+    """Find the maxima, then do as `stack_operands` does; the maxima (see `numbers_of`) are the last result.
+
+    last: predicted maxima, 0-d FP32 each, or []; they change the time, not the results.
+    """
     tops = [torch.stack([w.abs().amax().float() for w in each]).amax() for each in grouped(weights, counts)]
     return [*stack_operands.reference(weights, counts, tops, False), _apart(tops)]
 
@@ -272,14 +277,17 @@ def _(weights, counts, last):
     return [*results, torch.empty_like(results[-1])]
 
 
-# The maxima that parameters had, by device, stream and their ids; and what forgets them when one of them is gone.
+# The last maxima of parameters, by device, stream and the parameters' ids; and weak references whose callbacks remove
+# the entry when a parameter is freed.
 _remembered: dict[Any, Tuple[List[Tensor], Any]] = {}
 
 
 def quantize_parameters(weights: List[Tensor], counts: List[int]) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
-    """Data, scales and maxima of `quantize_operands`, remembering the maxima of BF16 parameters on a GPU for the next
-    time. Not of what is made of parameters, which is new each time. Not in graphs, which would read them when they are
-    gone."""
+    """Return data, scales and maxima of `quantize_operands`, with the last call's maxima as predictions.
+
+    Predictions are kept for BF16 parameters on a GPU. Not for tensors derived from parameters, which are new each time,
+    and not in CUDA graphs, which would read freed memory.
+    """
     first = weights[0]
     if (
         torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16
@@ -287,7 +295,7 @@ def quantize_parameters(weights: List[Tensor], counts: List[int]) -> Tuple[List[
     ):  # fmt: skip
         *data, scales, tops = quantize_operands(weights, counts, [])
         return data, numbers_of(scales), numbers_of(tops)
-    # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
+    # Key by stream, so that memory is not reused while a kernel reads it; by device, since parameters may move.
     device = first.get_device()
     key = (device, torch._C._cuda_getCurrentRawStream(device), *counts, *map(id, weights))
     last, forget = _remembered.get(key) or ([], [weakref.ref(w, lambda _: _remembered.pop(key, None)) for w in weights])
@@ -302,7 +310,7 @@ def quantize_parameters(weights: List[Tensor], counts: List[int]) -> Tuple[List[
 
 @triton.jit
 def _of_four(i, a, b, c, d, COUNT: tl.constexpr):
-    """The i-th, of which the first COUNT are there."""
+    """Return the i-th argument; only the first COUNT exist."""
     chosen = a
     if COUNT > 1:
         if i == 1:
@@ -326,7 +334,7 @@ def _of_eight(i, a, b, c, d, e, f, g, h, COUNT: tl.constexpr):
 @kernel
 def _operands_kernel(
     w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, w6_ptr, w7_ptr,  # (N, K) each
-    amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr,  # 0-d FP32 of each operand: its maximum, or what that may be
+    amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr,  # 0-d FP32 of each operand: its maximum, true or predicted
     out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # E4M3 (rows, K) each; (K, rows) if TRANSPOSED
     tops_ptr,  # (operands, APART) FP32: maxima, found if FIND; compared with the others if CHECKS
     scales_ptr,  # (operands, APART) FP32; unless FIND
@@ -342,7 +350,7 @@ def _operands_kernel(
     i = tl.program_id(1)
     j = (i >= SECOND).to(tl.int32) + (i >= THIRD).to(tl.int32) + (i >= FOURTH).to(tl.int32)
     w_ptr = _of_eight(i, w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, w6_ptr, w7_ptr, COUNT)
-    # Of what was chosen Triton knows no more whether it is a multiple of 16; of a product with 16 it does.
+    # Triton cannot tell whether a chosen value is a multiple of 16; of a product with 16 it can.
     N = _of_eight(i, N0, N1, N2, N3, N4, N5, N6, N7, COUNT) * UNIT_N
     first = _of_eight(i, first0, first1, first2, first3, first4, first5, first6, first7, COUNT) * UNIT_N
     out_ptr = _of_four(j, out0_ptr, out1_ptr, out2_ptr, out3_ptr, COUNT)
@@ -351,7 +359,7 @@ def _operands_kernel(
     tiles, amax = tl.cdiv(N, BN) * across, tl.load(_of_four(j, amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr, COUNT))
     if CHECKS:
         top = tl.load(tops_ptr + j * APART)
-        if top.to(tl.int32, bitcast=True) == amax.to(tl.int32, bitcast=True):  # NaN, too, is what it is
+        if top.to(tl.int32, bitcast=True) == amax.to(tl.int32, bitcast=True):  # as bits: NaN equals NaN
             tiles = 0
         amax = top
     scale = scale_of(amax, INVERSE_MAX)
@@ -403,17 +411,17 @@ def _numbers(shapes: Tuple[Any, ...], counts: Tuple[int, ...], transposed: bool)
 
 
 def _unit(sizes: Sequence[int]) -> int:
-    """16 if all are multiples of it; not of 16 itself, as Triton compiles a 1 in."""
+    """Return 16 if all sizes are multiples of 16 above 16, else 1. (16 / 16 = 1 would be compiled in by Triton.)"""
     return 16 if min(sizes) > 16 and all(size % 16 == 0 for size in sizes) else 1
 
 
 def _filled(items: Sequence[Any], size: int = WEIGHTS) -> list[Any]:
-    """The items, and the first again in the places of those that are not there."""
+    """Pad a list to `size` items with its first item."""
     return [*items, *[items[0]] * (size - len(items))]
 
 
 class _Launches:
-    """The kernel on some weights: data and scales of their operands."""
+    """Launches of `_operands_kernel` on some weights: allocates the operands' data and scales, `run` fills them."""
 
     def __init__(self, weights: Sequence[Tensor], counts: Sequence[int], transposed: bool) -> None:
         shapes = tuple([tuple(w.shape) for w in weights])
@@ -424,7 +432,7 @@ class _Launches:
         self.scales = weights[0].new_empty(len(counts), APART, dtype=torch.float32)
 
     def run(self, amaxes: Sequence[Tensor], tops: Tensor, programs: int, find: bool, codes: bool, checks: bool) -> None:
-        """In as many programs for each weight, at most."""
+        """Launch at most `programs` programs per weight; find, codes, checks: the kernel's FIND, CODES, CHECKS."""
         _operands_kernel[(min(self.tiles, programs), len(self.weights))](
             *_filled(self.weights), *_filled(amaxes, OPERANDS), *_filled(self.data, OPERANDS), tops, self.scales,
             *self.numbers, len(self.weights), find, codes, checks, self.transposed, inverse_max("e4m3"), self.align,
