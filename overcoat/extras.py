@@ -1,4 +1,4 @@
-"""Optional packages are imported where they are needed; what goes wrong there is one clear sentence."""
+"""Import optional packages and load Hugging Face models, with one clear sentence for each error."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from typing import Any
 
 
 def is_worker() -> bool:
-    """True if torchrun started this process beside others, joined or not; False if WORLD_SIZE is no number."""
+    """True if torchrun started this process with others, connected or not; False if WORLD_SIZE is no number."""
     size = os.environ.get("WORLD_SIZE", "1").strip()
     return size.isdecimal() and int(size[:9]) > 1 and "RANK" in os.environ
 
 
 def number_in_environment(name: str, default: int | None, least: int = 0) -> int:
-    """A whole number that a launcher has set. ValueError: it is none, is below `least`, or is missing and has no
-    default."""
+    """Return a whole number from the environment. ValueError: no number, below `least`, or missing without default."""
     text = os.environ.get(name, "" if default is None else str(default)).strip()
     if not (text.isdecimal() and least <= int(text[:9]) and len(text) < 10):
         raise ValueError(
@@ -35,7 +34,7 @@ def number_in_environment(name: str, default: int | None, least: int = 0) -> int
 
 
 def check_environment() -> None:
-    """ValueError unless the environment of a process among several says which one it is, as torchrun's does."""
+    """Raise ValueError if this is one of several processes and the environment lacks the numbers that torchrun sets."""
     size, rank = number_in_environment("WORLD_SIZE", None, 1), number_in_environment("RANK", None)
     local_size, local_rank = (
         number_in_environment("LOCAL_WORLD_SIZE", size, 1),
@@ -47,33 +46,33 @@ def check_environment() -> None:
             raise ValueError(f"{name} = {place} in the environment, of {many} processes: they are counted from 0")
 
 
-# A terminal obeys them, or shows text in another order than it is in.
+# Characters that control a terminal, or change the order in which it shows text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text of a user or a file with its control characters escaped, but for tabs and ends of lines."""
+    """Return text of a user or a file with control characters escaped, except tabs and line ends."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def load_extra(module: str, extra: str, purpose: str) -> Any:
-    """Import `module`, which `pip install 'overcoat[extra]'` brings, for `purpose`."""
+    """Import and return `module`. ValueError: it is missing; the message names `purpose` and the pip extra."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] != module.split(".")[0]:
-            raise  # the package is there; something it needs is broken, and that message says more
+            raise  # the package is installed but something it needs is broken: that error says more
         raise ValueError(
             f"{purpose} needs the package {module.split('.')[0]!r}: pip install 'overcoat[{extra}]'"
         ) from error
 
 
 def check_exists(name: str) -> None:
-    """ValueError: `name` can only be a path, and nothing is there. Hugging Face would be asked for it for a minute.
+    """Raise ValueError if `name` can only be a path that does not exist; the hub would be asked for a minute.
 
-    A folder beside runs is meant as one; beside models it may as well be the name of another model of theirs.
+    If its parent folder exists and has runs in it, `name` is a path; if it has models, it may be a model of the hub.
     """
-    if "://" in name or name.startswith("buckets/"):  # what datasets reads from elsewhere
+    if "://" in name or name.startswith("buckets/"):  # remote files that `datasets` can read
         return
     is_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     folder = os.path.dirname(name)
@@ -84,21 +83,22 @@ def check_exists(name: str) -> None:
 
 
 def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **options: Any) -> Any:
-    """`transformers.<auto>.from_pretrained(name)`, which is `what`: the one door for what comes from Hugging Face.
+    """Return `transformers.<auto>.from_pretrained(name)`; everything from Hugging Face is loaded here. what: its name
+    in messages.
 
-    A folder may bring Python code of its own (`auto_map`). transformers asks on standard input whether to run it unless
-    told otherwise, and `yes |` says yes. Here it is told: it runs with `trust_remote_code` only. ValueError: there is
-    none, it is broken, or it needs such code.
+    A folder may contain Python code (`auto_map`). By default transformers asks on standard input whether to run it, and
+    `yes |` would agree. Here it runs with `trust_remote_code` only. ValueError: nothing is there, it is broken, or it
+    needs such code.
     """
     transformers = load_extra("transformers", "hf", f"loading {what}")
     try:
         check_exists(name)
         return getattr(transformers, auto).from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-    except RuntimeError as error:  # out of memory is for the caller
+    except RuntimeError as error:  # out of memory is left to the caller
         if "out of memory" in str(error).lower():
             raise
         raise ValueError(f"cannot load {what} {name!r}: {reason(error)}") from error
-    except Exception as error:  # of any kind: the files of a folder are read by four libraries
+    except Exception as error:  # of any type: four libraries read the files of a folder
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ValueError(
                 f"cannot load {what} {name!r}: it needs Python code of its own (auto_map), which only "
@@ -109,8 +109,10 @@ def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around large imports: their objects stay, and looking for garbage among them takes a third of the time. A
-    decorator, too, of a short command, whose objects the end of the process need not look at either."""
+    """Disable garbage collection during large imports, where it takes a third of the time and frees nothing.
+
+    Also a decorator, for short commands.
+    """
     gc.disable()
     try:
         yield
@@ -121,8 +123,10 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing(path: Path, extra: str, purpose: str, width: float, height: float, **grid: Any) -> Iterator[Any]:
-    """The axes of an image (inches), which is written at the end; grid: of `pyplot.subplots`, for several. ValueError:
-    matplotlib is not installed."""
+    """Yield the axes of an image of width x height inches, which is written to `path` at the end.
+
+    grid: options of `pyplot.subplots`, for several axes. ValueError: matplotlib is not installed.
+    """
     load_extra("matplotlib", extra, purpose).use("Agg")
     pyplot = load_extra("matplotlib.pyplot", extra, purpose)
     figure, axes = pyplot.subplots(figsize=(width, height), dpi=120, **grid)
@@ -139,7 +143,7 @@ def one_line(text: str) -> str:
 
 
 def fit_terminal(text: str, columns: int | None = None) -> str:
-    """Return a text whose lines fit a terminal, cut between words; as it is where output goes elsewhere."""
+    """Return a text with lines wrapped between words to the terminal's width; unchanged if output is no terminal."""
     if columns is None:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     if not columns:
@@ -150,8 +154,8 @@ def fit_terminal(text: str, columns: int | None = None) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in one line."""
+    """Return an error's message in one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    if isinstance(error, KeyError):  # whose text is a key alone
+    if isinstance(error, KeyError):  # its text is only the key
         text = f"{type(error).__name__}: {text}"
     return textwrap.shorten(text, 300, placeholder=" ...")

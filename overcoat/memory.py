@@ -1,8 +1,8 @@
-"""Memory saved for the backward: every byte that a forward pass keeps, by op and tensor.
+"""Count the memory that a forward pass saves for the backward, by op and tensor.
 
 `record_kept` sees each tensor as autograd packs it (torch's saved-tensor hooks), counts every storage once, and leaves
-parameters out. Overcoat's ops name what they keep (`keep`); whatever other modules save appears under the module's
-path. What `Recipe.offload_blocks` takes to host memory is counted and told apart.
+out parameters. Overcoat's ops name the tensors that they save (`keep`); those of other modules appear under the
+module's path. Tensors that `Recipe.offload_blocks` moves to host memory are counted separately.
 
     with overcoat.memory.record_kept(model) as kept:
         loss = model(**batch).loss
@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class SavedTensor(NamedTuple):
-    """One tensor that waits for the backward; on_host: in host memory, until shortly before."""
+    """One tensor saved for the backward; on_host: True if it waits in host memory."""
 
     op: str
     name: str
@@ -46,7 +46,7 @@ class SavedReport:
 
     @property
     def total_bytes(self) -> int:
-        """Sum over all tensors, each storage counted once, wherever it lies."""
+        """Return the bytes of all tensors, on device and host, each storage counted once."""
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -55,11 +55,11 @@ class SavedReport:
         return sum(row.bytes for row in self.rows if row.on_host)
 
     def by_op(self) -> dict[str, int]:
-        """Bytes of each op, in order of appearance."""
+        """Return the bytes of each op, in order of appearance."""
         return _totals((row.op, row.bytes) for row in self.rows)
 
     def by_tensor(self) -> dict[tuple[str, str], int]:
-        """Bytes of each (op, tensor), summed over layers, in order of appearance."""
+        """Return the bytes of each (op, tensor), summed over layers, in order of appearance."""
         return _totals(((row.op, row.name), row.bytes) for row in self.rows)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def _totals(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 
 class _Recorder:
-    """Saved-tensor hooks that fill a report, and module hooks that know which module is running."""
+    """Saved-tensor hooks that fill a report, and module hooks that track which module is running."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.report = SavedReport()
@@ -96,15 +96,15 @@ class _Recorder:
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.record(tensor, False)
-        return tensor.detach()  # an op's result itself would hold the op, and that this: a graph that is never freed
+        return tensor.detach()  # an op's result would hold its op, which holds the result: a cycle that is never freed
 
     def record(self, tensor: Tensor, on_host: bool) -> None:
         storage = _storage(tensor)
         if isinstance(tensor, nn.Parameter) or storage in self.inputs or storage in self.seen:
             return
         size = tensor.untyped_storage().nbytes()
-        # Hold the tensor, so that its address is not given to another one while we record; not one that leaves the
-        # device, which would not get its memory back. Nothing is remembered of the addresses of those.
+        # Hold the tensor, so that its address is not reused while we record. But not one that moves to the host: its
+        # device memory must be freed, so its address is not recorded either.
         if not on_host:
             self.holders.append(tensor.detach())
             self.seen[storage] = size
@@ -122,25 +122,25 @@ class _Recorder:
 
 
 def _storage(tensor: Tensor) -> int:
-    # The storage's own address, not its data's: those of the meta device have none.
+    # The storage object's address, not its data's: on the meta device there is no data.
     return tensor.untyped_storage()._cdata
 
 
 _active: list[_Recorder] = []
-# An op, names of what it keeps, and the tensors; those beyond the names have none.
+# An op, names of the tensors that it saves, and the tensors; those beyond the names are unnamed.
 Part = tuple[str, tuple[str, ...], tuple[Tensor | None, ...]]
 
 
 @contextlib.contextmanager
 def record_kept(model: nn.Module | None = None) -> Iterator[SavedReport]:
-    """Record what autograd keeps for the backward inside the block.
+    """Record what autograd saves for the backward inside the `with` block.
 
     Args:
-        model: names the modules that keep tensors and leaves the model's parameters and buffers (and views of them)
-            out of the count; without it only `nn.Parameter`s themselves are left out.
+        model: its modules' names appear in the report, and its parameters and buffers (and views of them) are not
+            counted; without it only `nn.Parameter`s themselves are left out.
 
     Yields:
-        a `SavedReport`, filled as the forward runs. The tensors stay alive until the block ends.
+        a `SavedReport`, filled as the forward runs. The tensors stay alive until the `with` block ends.
     """
     recorder = _Recorder(model)
     handles: list[RemovableHandle] = [
@@ -160,11 +160,11 @@ def record_kept(model: nn.Module | None = None) -> Iterator[SavedReport]:
 
 @contextlib.contextmanager
 def without_hooks() -> Iterator[Callable[[Tensor, bool], None] | None]:
-    """Inside, autograd saves tensors as they are, so that hooks can be set on some of them afterwards.
+    """Suspend saved-tensor hooks inside the `with` block, so that hooks can be set on single saved tensors afterwards.
 
     Yields:
-        what is to be called with each saved tensor and whether it goes to host memory, for `record_kept`; or None,
-        where saved-tensor hooks of somebody else stay in force: a checkpoint's, say, or `save_on_cpu`'s.
+        a function to call with each saved tensor and whether it moves to host memory, for `record_kept`; or None if
+        saved-tensor hooks that are not ours are active (checkpointing, `save_on_cpu`): they stay.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     recorder = None if hooks is None else getattr(hooks[0], "__self__", None)
@@ -181,15 +181,15 @@ def without_hooks() -> Iterator[Callable[[Tensor, bool], None] | None]:
 
 
 def keep(ctx: torch.autograd.function.FunctionCtx, op: str, **tensors: Tensor | None) -> None:
-    """`ctx.save_for_backward` with names: `ctx.saved_tensors` gives the values back in the order of the keywords."""
+    """Call `ctx.save_for_backward` with named tensors; `ctx.saved_tensors` has the order of the keywords."""
     save_parts(ctx, (op, tuple(tensors), tuple(tensors.values())))
 
 
 def save_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
-    """`keep` for a Function that runs several ops, saved one after the other."""
+    """Do as `keep` does for a Function that runs several ops; their tensors are saved in order."""
     saved: list[Any] = [tensor for _, _, tensors in parts for tensor in tensors]
     ctx.save_for_backward(*saved)
-    # Where nothing is trained autograd keeps nothing, and the addresses soon are other tensors'.
+    # If nothing is trained autograd saves nothing, and the addresses will be reused by other tensors.
     if _active and any(ctx.needs_input_grad) and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
         labels: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for op, names, tensors in parts:
@@ -197,7 +197,7 @@ def save_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
                 if tensor is not None:
                     labels[_storage(tensor)].append((op, name))
         for storage, found in labels.items():
-            # One row for a storage of several tensors, as all weight maxima of a small block: the whole Function's.
+            # Tensors that share a storage, as the weight maxima of a small block do, are one row of the whole Function.
             ops, together = ([*dict.fromkeys(each)] for each in zip(*found, strict=True))
             for recorder in _active:
                 # The newest name wins: an address named earlier may have been freed and given to this tensor.
@@ -205,28 +205,30 @@ def save_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
 
 
 def release_saved(ctx: Any) -> None:
-    """Free what `save_parts` saved early, in a backward that has read it: each tensor when its last use there is over,
-    not when the backward has ended. Does nothing if the graph is retained for another backward;
-    without that, a backward that fails on the way, for want of memory say, cannot be tried again."""
-    if not torch.compiler.is_compiling():  # a compiled backward frees what it has read by itself
+    """Let go of ctx's saved tensors inside its backward, so that each is freed after its last use there.
+
+    Does nothing if the graph is retained for another backward. Otherwise a backward that fails (out of memory, say)
+    cannot be repeated.
+    """
+    if not torch.compiler.is_compiling():  # a compiled backward frees tensors after their last use by itself
         ctx.maybe_clear_saved_tensors()
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, device_type: str | None = None) -> int:
-    """Bytes of all tensors in an optimizer's state, of sharded ones this process' part.
+    """Return the bytes of all tensors in an optimizer's state, of sharded ones this process' part.
 
-    device_type: count only what lies there: "cuda", or "cpu" for offloaded states.
+    device_type: count only tensors on such a device: "cuda", or "cpu" for offloaded states.
     """
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in own if device_type in (None, tensor.device.type))
 
 
-_earlier_peak = 0  # of this process' GPU, before `restart_peak`
+_earlier_peak = 0  # peak bytes of this process' GPU before the last `restart_peak`
 
 
 def forget_peak(device: torch.device) -> None:
-    """A run begins: `peak_bytes` counts from here."""
+    """Reset the peak at the beginning of a run: `peak_bytes` counts from here."""
     global _earlier_peak
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -234,7 +236,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def restart_peak(device: torch.device) -> int:
-    """Most bytes allocated on a GPU since the last call; `peak_bytes` goes on from the most of all calls."""
+    """Return the most bytes allocated on a GPU since the last call, and count anew; `peak_bytes` is unaffected."""
     global _earlier_peak
     peak = torch.cuda.max_memory_allocated(device)
     _earlier_peak = max(peak, _earlier_peak)
@@ -243,21 +245,21 @@ def restart_peak(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory in use so far: allocated on the GPU, or resident in this process."""
+    """Return the most bytes in use so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(device), _earlier_peak)
-    import resource  # which Windows lacks
+    import resource  # missing on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def use_expandable_segments() -> None:
-    """Ask PyTorch's CUDA allocator for segments that grow, as `overcoat train` does: less memory lies idle between
-    tensors (docs/memory.md), and a step that nearly fills the GPU runs.
+    """Make PyTorch's CUDA allocator use expandable segments, as `overcoat train` does: less fragmentation
+    (docs/memory.md), so that a step that nearly fills the GPU fits.
 
-    To be called before the process's first CUDA allocation; later calls change nothing. An allocator that the
-    environment configures already (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF; not if empty) is left as it is:
+    Call it before the process's first CUDA allocation; later calls change nothing. Nothing changes either if the
+    environment configures the allocator (PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, not empty); for instance
     expandable_segments:False keeps PyTorch's usual segments.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):

@@ -1,7 +1,7 @@
-"""Page-locked host memory, for copies between host and GPU that neither waits for.
+"""Page-locked host memory, for asynchronous copies between host and GPU.
 
-`host_buffer` gives memory for as long as a tensor in it lives; `Pool` lends buffers that are used again and again,
-since locking pages takes some tenths of a second per gigabyte.
+`host_buffer` returns memory that lives as long as a tensor in it; `Pool` lends buffers and reuses them, since locking
+pages takes a few tenths of a second per gigabyte.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
-# Tensors of a packed buffer begin at multiples of this many bytes: kernels load vectors.
+# Tensors in a packed buffer begin at multiples of this many bytes, so that kernels can load vectors.
 ALIGNMENT = 16
 
 
 def packed(sizes: list[int]) -> tuple[list[int], int]:
-    """Offsets of byte strings one after the other, aligned, and the bytes of all."""
+    """Return aligned offsets of consecutive byte strings of the given sizes, and the bytes of all."""
     *offsets, total = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     return offsets, total
 
 
 class _PageLocked(mmap.mmap):
-    """Anonymous memory, locked for copies that the host does not wait for. torch's own `pin_memory` rounds up to powers
-    of two, which would cost a third more on average."""
+    """Anonymous page-locked memory. torch's `pin_memory` rounds sizes up to powers of two, a third more on average."""
 
     address = 0
 
@@ -45,13 +44,16 @@ class _PageLocked(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
-            torch.cuda.synchronize()  # copies may still be on their way
+            torch.cuda.synchronize()  # copies may still be running
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def host_buffer(size: int, page_locked: bool, purpose: str, instead: str) -> Tensor:
-    """uint8 (size,); it is unlocked when the last tensor that lies in it goes. RuntimeError: the system does not let
-    this process lock so much; it names the purpose, and what needs no such memory (instead)."""
+    """Return host memory, uint8 (size,), page-locked until the last tensor in it is freed.
+
+    RuntimeError: the system does not let this process lock so much; the message has `purpose`, and `instead`, what
+    needs less.
+    """
     if not page_locked or not size:
         return torch.empty(size, dtype=torch.uint8)
     memory = _PageLocked(size)
@@ -62,8 +64,10 @@ def host_buffer(size: int, page_locked: bool, purpose: str, instead: str) -> Ten
 
 @dataclass(eq=False)
 class Buffer:
-    """Host memory, uint8 (size,), that a `Pool` lends; None where nothing is computed (the meta device). last_read:
-    CUDA event after the last copy out of it, for whoever writes into it next."""
+    """Host memory that a `Pool` lends: uint8 (size,), or None on the meta device.
+
+    last_read: CUDA event after the last copy out of it, for which the next write must wait.
+    """
 
     size: int
     memory: Optional[Tensor]
@@ -71,20 +75,23 @@ class Buffer:
 
 
 class Pool:
-    """Buffers that are lent and given back. A buffer too small for what is asked makes room for one that is not, so
-    there are never more than were lent at once, each as large as the largest request. make: bytes -> memory."""
+    """Buffers that are lent and returned. If all free ones are too small, one of them is replaced by a larger one.
+
+    So there are never more buffers than were lent at once, and none is larger than the largest request.
+    make: allocates memory of a number of bytes.
+    """
 
     def __init__(self, make: Callable[[int], Optional[Tensor]]) -> None:
         self.make = make
         self.buffers: list[Buffer] = []  # all, lent or not
-        self.free: list[Buffer] = []  # what is given back is appended here
+        self.free: list[Buffer] = []  # the borrower returns a buffer by appending it here
 
     @property
     def total_bytes(self) -> int:
         return sum(buffer.size for buffer in self.buffers)
 
     def take(self, size: int) -> Buffer:
-        """A buffer of at least `size` bytes, the smallest there is."""
+        """Return the smallest free buffer of at least `size` bytes, or a new one."""
         buffer = min((b for b in self.free if b.size >= size), key=lambda b: b.size, default=None)
         if buffer is not None:
             self.free.remove(buffer)

@@ -1,6 +1,6 @@
 """`Recipe`: every numerical choice of the FP8 flow, in one frozen dataclass.
 
-The defaults are what measurement says (docs/research/log.md); `Recipe.paper()` is COAT as published.
+The defaults were chosen by measurement (docs/research/log.md); `Recipe.paper()` is COAT as published.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ GROUP_SIZES = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a converted layer computes and what it keeps for the backward.
+    """How a converted layer computes and what it saves for the backward.
 
     Attributes:
-        kept_format: 8-bit code of the tensors that non-linear layers and attention keep; they enter no GEMM.
-            The paper uses "e4m3"; "sqrt8" has about 10 dB less error at the same bytes.
-        group_size: their 1xG groups along the hidden axis (paper: 16). Attention uses one group per token and head.
-        kept_attention: what is kept for attention's backward. "8bit": v in `kept_format`, q and k in 12 bits that give
-            BF16 back bit for bit, o computed again. "bf16": q, k, v and o in BF16 (paper).
-        checkpoint: None, or "block": keep one 8-bit copy of each block's input and recompute the rest.
-        linear_scaling: what shares an FP8 scale in the linear layers' products: "tensor" (COAT), or "block", 1x128
+        kept_format: 8-bit code of the tensors that non-linear layers and attention save; no GEMM reads it.
+            The paper uses "e4m3"; "sqrt8" has about 10 dB less error with the same bytes.
+        group_size: size of its 1xG groups along the hidden axis (paper: 16). Attention has one group per token and
+            head.
+        kept_attention: what attention saves for its backward. "8bit": v in `kept_format`, q and k in 12 bits that
+            decode BF16 exactly; o is recomputed. "bf16": q, k, v and o in BF16 (paper).
+        checkpoint: None, or "block": save one 8-bit copy of each block's input and recompute the rest.
+        linear_scaling: what shares an FP8 scale in the linear layers' GEMMs: "tensor" (COAT), or "block": 1x128
             activations and gradients and 128x128 weights (DeepSeek-V3), which on a GPU needs a Hopper.
-        grad_format: FP8 format of the output gradients entering dgrad and wgrad. Left out: "e5m2" (the paper's), with
-            block scales "e4m3", since PyTorch multiplies no other block-scaled operands.
+        grad_format: FP8 format of the output gradients that dgrad and wgrad read. Default: "e5m2" (the paper's), or
+            with block scales "e4m3", since PyTorch multiplies no other block-scaled operands.
         fp8: False leaves every layer in its original precision: the baseline through the same code path.
-        head: products of lm_head and its loss, which is computed without holding the logits: "bf16" (the model's own
-            dtype), "fp8" (logits' gradient in `grad_format`), or None: Hugging Face's loss, with all logits.
+        head: precision of lm_head and its loss, computed without storing all logits: "bf16" (the model's own dtype),
+            "fp8" (logits' gradient in `grad_format`); None: Hugging Face's loss, with all logits.
         z_loss: weight of log(sum exp(logits))^2, added to every label's loss in `train()` mode; it holds the
             logits near zero (arXiv 2204.02311: 1e-4). 0 adds nothing.
-        offload_blocks: how many converted blocks keep their tensors in page-locked host memory between forward and
-            backward, or "all" (block/offload.py), of those that keep some: freeze weights before `convert`. Evenly
-            spread over text layers, then a vision tower's; not the last two to four, which would come back at once.
-            Changes no bit; without effect under torch.compile and inside other saved-tensor hooks.
+        offload_blocks: how many converted blocks, or "all", move their saved tensors to page-locked host memory between
+            forward and backward (block/offload.py). Only blocks that save tensors count: freeze weights before
+            `convert`. Spread evenly over text layers, then a vision tower's; not the last two to four, which would come
+            back at once. Results do not change. Ignored under torch.compile and inside other saved-tensor hooks.
 
     Raises:
-        ValueError: a field has a value that is not listed above, or two do not go together.
+        ValueError: a field has a value that is not listed above, or two fields are incompatible.
     """
 
     kept_format: KeptFormat = "sqrt8"
@@ -91,23 +92,23 @@ class Recipe:
             raise ValueError(f"Recipe.offload_blocks = {blocks!r} is not known; choose one of 0, 1, 2, ... or 'all'")
         if self.linear_scaling == "block" and self.grad_format != "e4m3":
             raise ValueError(
-                f"Recipe.grad_format = {self.grad_format!r} does not go with linear_scaling='block', whose products "
+                f"Recipe.grad_format = {self.grad_format!r} does not go with linear_scaling='block', whose GEMMs "
                 "take E4M3 only; leave grad_format out"
             )
 
     @classmethod
     def paper(cls) -> Recipe:
-        """COAT as published: E4M3 in 1x16 groups, attention's tensors kept in BF16."""
+        """Return COAT as published: E4M3 in 1x16 groups, attention's tensors saved in BF16."""
         return cls(kept_format="e4m3", group_size=16, kept_attention="bf16")
 
     @classmethod
     def leanest(cls) -> Recipe:
-        """The least memory: one 8-bit copy of each block's input, everything else recomputed."""
+        """Return the recipe with the least memory: one 8-bit copy of each block's input, everything else recomputed."""
         return cls(checkpoint="block")
 
     @classmethod
     def bf16(cls) -> Recipe:
-        """The baseline: `convert` changes nothing."""
+        """Return the baseline: `convert` changes nothing."""
         return cls(fp8=False, head=None)
 
     @classmethod

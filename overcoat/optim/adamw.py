@@ -4,8 +4,8 @@
     loss.backward()
     optimizer.step(clip_grad_norm=1.0)
 
-The maths is in `overcoat.kernels.adamw`. The step never waits for the GPU: learning rate, step count, gradient scale,
-clipping and skipping are tensors on the device.
+The maths is in `overcoat.kernels.adamw`. The host never waits for the GPU: learning rate, step count, gradient scale,
+clipping factor and skip flag are tensors on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from overcoat.optim.state import (
 )
 from overcoat.optim.step import StepGroup, StepGroups, moved, norm_of
 
-# What a copy takes along besides torch's own.
+# Attributes that a pickled or copied optimizer contains besides torch's own.
 ATTRIBUTES = ("check_finite", "clip_grad_norm", "offload", "offload_buffer", "skipped_steps", "grad_norm", "_options")
 _GRAD = operator.attrgetter("grad")
 
@@ -47,8 +47,8 @@ class AdamW(torch.optim.Optimizer):
         params: parameters or parameter groups, BF16 or FP32; a group may override any option up to `seed`.
         lr: learning rate, a float or a 0-d tensor (then schedules can change it inside a CUDA graph).
         betas: decay of the two moments.
-        eps: added to sqrt(v). With 0, a gradient below 1e-18 makes an infinite step on a GPU, whose roots of denormals
-            are 0.
+        eps: added to sqrt(v). With 0, a gradient below 1e-18 makes an infinite step on a GPU, where the root of a
+            denormal is 0.
         weight_decay: decoupled, as in torch.optim.AdamW.
         moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of formats (docs/optimizer.md).
         master: master weights of BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16" (docs/optimizer.md).
@@ -58,23 +58,23 @@ class AdamW(torch.optim.Optimizer):
             from 2^64 on). It costs one read of the gradients, which clipping needs anyway. False trusts the gradients,
             or GradScaler's own check.
         clip_grad_norm: the default of `step(clip_grad_norm=...)`, for trainers that call `step()` themselves.
-        offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step;
-            the same bits: `overcoat.optim.offload`.
-        offload_buffer: bytes of GPU memory that they pass through, in three parts.
+        offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step,
+            with the same results: `overcoat.optim.offload`.
+        offload_buffer: bytes of GPU memory for that, in three staging buffers.
 
     Attributes:
         skipped_steps: 0-d int32 tensor on the device of the parameters: steps skipped so far.
         grad_norm: 0-d FP32 tensor: norm of all gradients at the last step, unscaled, before clipping; None if unknown.
-        release: the handle of `overcoat.release_gradients` while it is in force, else None.
+        release: the handle of `overcoat.release_gradients` while it is active, else None.
 
     A gradient that is not contiguous, or on a GPU does not begin at a multiple of 16 bytes, is copied for the step.
 
     Raises:
         ValueError: an option is out of range, at the start or at a later step; a parameter is neither BF16 nor FP32, or
-            given twice; a gradient is sparse; options or parameters have changed so that states do not fit any more.
+            given twice; a gradient is sparse; options or parameters have changed so that states no longer fit.
     """
 
-    # On the class: a copied or unpickled optimizer is not released, the hooks stay with the original.
+    # A class attribute: a copied or unpickled optimizer is not released; the hooks stay with the original.
     release: Any = None
     clip_grad_norm: Optional[float] = None
 
@@ -103,23 +103,22 @@ class AdamW(torch.optim.Optimizer):
         self.offload, self.offload_buffer = offload, offload_buffer
         self.skipped_steps: Optional[Tensor] = None
         self.grad_norm: Optional[Tensor] = None
-        self._options: dict[int, tuple[Any, ...]] = {}  # as they have been checked, by number of the group
+        self._options: dict[int, tuple[Any, ...]] = {}  # the options last checked, by group number
         self._start_fresh()
         super().__init__(params, defaults)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True for GradScaler alone: `step` unscales.
+        """True if GradScaler asks: `step` then unscales.
 
-        It then hands over `grad_scale` and `found_inf` instead of waiting for the check, and a released gradient meets
-        an error instead of none to check. Lightning reads the same name as "cannot be clipped" and refuses
-        `gradient_clip_val`, although no scaler is there. PyTorch has no other way to ask, so the caller's identity
-        decides.
+        GradScaler then passes `grad_scale` and `found_inf` instead of waiting for its check, and `step` can refuse it
+        when gradients are released. Lightning takes the same attribute to mean "cannot be clipped" and refuses
+        `gradient_clip_val` even without a scaler. So the result depends on the caller.
         """
         return sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
     def _start_fresh(self) -> None:
-        """Keep nothing from earlier steps but the states."""
+        """Drop everything from earlier steps except the states."""
         self._step_groups: dict[int, StepGroups] = {}  # by number of the parameter group
         self._owners: list[Any] = []  # of all states, in their order, when step groups were made last
         self._staging: dict[torch.device, Staging] = {}
@@ -127,7 +126,7 @@ class AdamW(torch.optim.Optimizer):
         self._captured: dict[tuple[int, ...], tuple[Any, ...]] = {}  # what CUDA graphs read at every replay
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy; torch's own keeps only defaults, state and groups."""
+        """Return what pickle and deepcopy save; torch's own method omits this class's attributes."""
         self.wait_for_offload()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ATTRIBUTES}}
 
@@ -137,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_options", {})  # pickled by an earlier version
         self._start_fresh()
-        self.__dict__.update(captured)  # loading a state does not end the graphs that have been captured
+        self.__dict__.update(captured)  # CUDA graphs captured before remain valid
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.release is not None:
@@ -148,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
         self.wait_for_offload()
         self._staging = {}  # its buffers may be too small now
 
-    @torch._disable_dynamo  # compiled code around it breaks here: the step is one launch already
+    @torch._disable_dynamo  # graph break: the step is one launch already
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None, *, clip_grad_norm: Optional[float] = None) -> Any:
         """Take one step.
@@ -156,7 +155,7 @@ class AdamW(torch.optim.Optimizer):
         Args:
             closure: reevaluates the model and returns the loss.
             clip_grad_norm: scale all gradients together so that their norm is at most this, inside the step; the
-                gradients themselves stay as they are. None: the constructor's; math.inf: no clipping.
+                gradients themselves do not change. None: the constructor's; math.inf: no clipping.
 
         Returns: the closure's loss, or None.
         """
@@ -171,25 +170,25 @@ class AdamW(torch.optim.Optimizer):
         try:
             self._step_all(max_norm)
         except BaseException:
-            self._step_groups = {}  # they hold gradients that nobody will free
+            self._step_groups = {}  # they hold gradients that would not be freed
             raise
         if self.release is not None:
             self.release.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients; with released gradients also a mark between two steps, as `step` is."""
+        """Free the gradients; with released gradients this also marks the end of a step, as `step` does."""
         super().zero_grad(set_to_none)
         if self.release is not None:
             self.release.drop_pending()
             self.release.end_step()
 
     # ---- state dicts ----------------------------------------------------------------------------------
-    # torch casts states to their parameter's dtype as it loads them, which would destroy the codes, so it loads the
-    # rest. Our hooks are next to its own work: users' hooks see whole state dicts and a filled state.
+    # torch's loading casts states to their parameter's dtype, which would destroy the codes, so it loads the rest only.
+    # Our hooks run next to its own code: users' hooks see complete state dicts and a filled state.
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; offloaded states are copied, since later steps write to theirs while the host goes on."""
+        """Return the state dict as torch does; offloaded states are copied, since later steps write to them."""
         check_groups(self.param_groups, self.state, self._options)
         self.wait_for_offload()
         hook = self.register_state_dict_post_hook(make_plain, prepend=True)
@@ -199,11 +198,12 @@ class AdamW(torch.optim.Optimizer):
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved under the same moments, master and group size, bit for bit; one saved under an earlier
-        version's "8bit" goes on in that, with a warning.
+        """Load a state saved with the same moments, master and group size, bit for bit.
+
+        One saved with an earlier version's "8bit" is continued in that format, with a warning.
 
         Raises:
-            ValueError: it was saved under others, by another optimizer or for another model; nothing has been changed.
+            ValueError: it was saved with other options, by another optimizer or for another model; nothing changes.
         """
         states: list[tuple[Tensor, dict[str, Any]]] = []
 
@@ -218,7 +218,7 @@ class AdamW(torch.optim.Optimizer):
 
         def put(_: Any) -> None:
             for group in self.param_groups:
-                group["moments"] = tuple(group["moments"])  # those of the state: maybe of an earlier "8bit"
+                group["moments"] = tuple(group["moments"])  # the state's own: possibly an earlier "8bit"
             self._options.clear()
             for param, saved in states:
                 self.state[param] = restore_state(saved, param, self.offload)
@@ -235,7 +235,7 @@ class AdamW(torch.optim.Optimizer):
     # ---- inside a step --------------------------------------------------------------------------------
 
     def _step_all(self, max_norm: Optional[float]) -> None:
-        """The step; what multiplies every gradient (FP32) and whether nothing happens (bool) stay on the device."""
+        """Take the step; the factor of all gradients (FP32) and the skip flag (bool) stay on the device."""
         pairs = self._take_gradients()
         if pairs:
             step_groups = [step_group for _, step_group in pairs]
@@ -264,7 +264,7 @@ class AdamW(torch.optim.Optimizer):
             warn_if_frozen(self.param_groups)
 
     def _take_gradients(self) -> list[tuple[dict[str, Any], StepGroup]]:
-        """The step groups of all parameters that have gradients, with these."""
+        """Return the step groups of all parameters that have gradients, with these gradients."""
         self.begin_step()
         result: list[tuple[dict[str, Any], StepGroup]] = []
         first = 0
@@ -272,7 +272,7 @@ class AdamW(torch.optim.Optimizer):
             grads = list(map(_GRAD, group["params"]))
             step_groups = self._step_groups.pop(number, None)
             if step_groups is None or not step_groups.hold(group, first, grads):
-                step_groups = None  # frees offloaded states before others are made
+                step_groups = None  # free offloaded states before new ones are made
                 step_groups = StepGroups(group, first, grads, self.step_group_of)
             self._step_groups[number] = step_groups
             result += [(group, step_group) for step_group in step_groups.take_gradients(grads)]
@@ -280,7 +280,7 @@ class AdamW(torch.optim.Optimizer):
         return result
 
     def begin_step(self) -> None:
-        """The mark before every step, and before the first of released gradients."""
+        """Begin a step; with released gradients called before the first of them."""
         check_groups(self.param_groups, self.state, self._options)
         owners = list(self.state)
         if len(owners) != len(self._owners) or not all(map(operator.is_, owners, self._owners)):
@@ -289,18 +289,18 @@ class AdamW(torch.optim.Optimizer):
             staging.begin_step()
 
     def _drop_step_groups(self) -> None:
-        """Step groups have been made for other states."""
+        """Drop the step groups, when they were made for other states."""
         self._step_groups = {}
         if self.release is not None:
             self.release.drop_states()
 
     def wait_for_offload(self) -> None:
-        """Until the last step's states are in host memory."""
+        """Wait until the last step's states are in host memory."""
         for staging in self._staging.values():
             staging.synchronize()
 
     def _place_state(self, group: Mapping[str, Any], param: Tensor, index: int) -> None:
-        """Make the state of a parameter before its first step, and move it to where it belongs."""
+        """Make the state of a parameter before its first step, and move it to the right device."""
         state: Any = self.state.get(param)
         if not state:
             self.state[param] = init_state(param, group, self.offload)
@@ -311,7 +311,7 @@ class AdamW(torch.optim.Optimizer):
                 self.state[param] = restore_state(state, param, self.offload)
 
     def step_group_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> StepGroup:
-        """A new step group of some parameters of a group, which can be stepped together; their states exist then."""
+        """Return a new step group of parameters that can be stepped together; makes their states if missing."""
         for param, index in zip(params, indices, strict=True):
             self._place_state(group, param, index)
         self._owners = list(self.state)
@@ -326,21 +326,21 @@ class AdamW(torch.optim.Optimizer):
         return OffloadedStepGroup(self._staging[device], weakref.proxy(self), group, params, indices)
 
     def keep_if_captured(self, step_groups: list[StepGroup]) -> None:
-        """A graph reads tables by their addresses: keep them, even after the step groups are replaced."""
+        """Keep step groups alive that a CUDA graph captures: it reads their tables by address at every replay."""
         for step_group in step_groups:
             if step_group.on_kernel and is_capturing(step_group.device):
                 tables = step_group.gradients.addresses, step_group.counters.numbers
                 self._captured[tuple(map(id, tables))] = (step_group, tables, step_group.state_tensors())
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""
+        """Return (1.0, False), 0-d on the device: a factor without effect, and no skip."""
         if device not in self._constants:
             false = torch.zeros((), dtype=torch.bool, device=device)
             self._constants[device] = (torch.ones((), dtype=torch.float32, device=device), false)
         return self._constants[device]
 
     def count_skipped(self, skip: Tensor) -> None:
-        """Add to `skipped_steps`: a flag or a number of steps, 0-d."""
+        """Add a flag or a number of steps, 0-d, to `skipped_steps`."""
         if self.skipped_steps is None:
             self.skipped_steps = torch.zeros((), dtype=torch.int32, device=skip.device)
         self.skipped_steps += moved(skip, self.skipped_steps.device)

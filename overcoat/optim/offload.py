@@ -1,14 +1,14 @@
-"""Offload: moments and remainders live in host memory and pass through the GPU in chunks while it steps.
+"""Optimizer offload: moments and remainders are in host memory and pass through the GPU in chunks during a step.
 
     copy-in stream    [chunk 0][chunk 1][chunk 2]          [chunk 3] ...
     current stream             [step 0] [step 1] [step 2]           ...
     copy-out stream                     [chunk 0][chunk 1][chunk 2] ...
 
-All states of a parameter lie in one page-locked buffer; step counts stay on the GPU. A chunk is what fits into one of
-SLOTS staging buffers: parameters, or some rows of a large matrix. Rows are never cut and random numbers count groups in
-the whole parameter, so every bit is that of the step without offload. Events order the streams; the host waits for
-nothing. The last chunks are still on their way when `step` returns: read a state through `state_dict()`, which waits
-and copies, or after `torch.cuda.synchronize()`. On a CPU the same code runs with plain memory on both sides.
+All states of a parameter are in one page-locked buffer; step counts stay on the GPU. A chunk is whatever fits into one
+of SLOTS staging buffers: parameters, or some rows of a large matrix. Rows are never split and random numbers depend on
+the group's number in the whole parameter, so results equal those without offload bit for bit. Events order the streams;
+the host never waits. When `step` returns the last chunks are still being copied: read states through `state_dict()`,
+which waits and copies, or after `torch.cuda.synchronize()`. On a CPU the same code copies between plain tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOTS = 3
 
 
 def check_offload_options(offload: bool, offload_buffer: int) -> None:
-    """ValueError for what `AdamW` does not take."""
+    """Raise ValueError if `AdamW`'s offload options are not valid."""
     if not isinstance(offload, bool):
         raise ValueError(f"offload {offload!r} must be True (states in host memory) or False")
     if isinstance(offload_buffer, bool) or not isinstance(offload_buffer, int) or offload_buffer < 1:
@@ -39,17 +39,17 @@ def check_offload_options(offload: bool, offload_buffer: int) -> None:
 
 
 class Piece(NamedTuple):
-    """Rows `start` to `stop` of the parameter number `owner`, seen as a matrix: stepped like a parameter of its own."""
+    """Rows `start` to `stop` of parameter number `owner`, viewed as a matrix; stepped like a parameter of its own."""
 
     owner: int
     start: int
     stop: int
-    rows: int  # of the whole parameter; a vector is one
+    rows: int  # of the whole parameter; 1 for a vector
     columns: int
     groups: int  # of a row
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its part of a contiguous tensor with one element for each of the parameter, or for each group."""
+        """Return this piece of a contiguous tensor with one value per element, or per group, of the parameter."""
         return tensor.view(self.rows, -1)[self.start : self.stop]
 
     @property
@@ -58,13 +58,15 @@ class Piece(NamedTuple):
 
 
 def states_of(tensors: StepTensors) -> dict[str, list[Tensor]]:
-    """The lists of states that are there, without the step counts."""
+    """Return the lists of states without the step counts."""
     return {name: of for name, of in tensors.states.items() if of and name != "step"}
 
 
 def cut(tensors: StepTensors, size: int) -> Iterator[list[Piece]]:
-    """All parameters in chunks whose states take at most `size` bytes, packed; as few chunks as possible. ValueError:
-    the states of a single row are larger."""
+    """Yield all parameters in as few chunks as possible whose packed states take at most `size` bytes each.
+
+    ValueError: the states of a single row are larger.
+    """
     chunk: list[Piece] = []
     room = size
     for owner, param in enumerate(tensors.params):
@@ -115,13 +117,13 @@ class Staging:
                 slot.record_stream(self.copy_out)
 
     def begin_step(self) -> None:
-        """States that the last step wrote may be read again; until the next call each is stepped at most once."""
+        """Let copies in wait for the last step's copies out. Until the next call each state is stepped at most once."""
         if self.device.type == "cuda":
             self.copy_in.wait_stream(self.copy_out)
 
     @contextmanager
     def holding(self, chunk: Chunk) -> Iterator[None]:
-        """Inside, the current stream finds the chunk's states on the device; what it makes of them goes back."""
+        """Provide the chunk's states on the device for the current stream; changes are copied back at the end."""
         if self.device.type != "cuda":
             chunk.copy(to_device=True)
             yield
@@ -147,8 +149,10 @@ class Staging:
 
 
 class Chunk:
-    """Pieces of parameters, of a step group (whole, with its states in host memory), whose states fit into one staging
-    buffer together."""
+    """Pieces of a step group's parameters whose states fit into one staging buffer together.
+
+    whole: the step group's tensors, states in host memory.
+    """
 
     def __init__(self, whole: StepTensors, pieces: list[Piece], staging: Staging) -> None:
         self.slot = next(staging.chunks) % SLOTS
@@ -173,7 +177,7 @@ class Chunk:
         self.first_elements = torch.tensor([piece.start * piece.columns for piece in pieces]).to(staging.device)
 
     def copy(self, *, to_device: bool) -> None:
-        """All states, one way; on the current stream."""
+        """Copy all states, in one direction, on the current stream."""
         for host, staged in self.spans:
             if to_device:
                 staged.copy_(host, non_blocking=True)
@@ -182,10 +186,11 @@ class Chunk:
 
 
 def _merged(copies: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(host, staged) bytes to copy, for a host tensor, its offset in `slot` and whether it is of a whole parameter.
+    """Yield (host, staged) byte tensors to copy, merged where possible.
 
-    The tensors of a whole parameter lie one after the other on both sides, with the same padding, and are copied at
-    once. Between those of a part lie other parts, which must not be written back: another chunk may be doing that.
+    copies: (host tensor, its offset in `slot`, True if its parameter is whole). The tensors of a whole parameter are
+    consecutive on both sides, with the same padding, and are copied at once. Those of a part are not: other parts lie
+    between them, which must not be overwritten, since another chunk may be writing them.
     """
     spans: list[list[Any]] = []  # [host storage, start, stop, offset in the slot]
     for tensor, offset, is_whole in copies:
@@ -201,8 +206,7 @@ def _merged(copies: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tu
 
 
 class OffloadedStepGroup(StepGroup):
-    """A step group whose states are in host memory, step counts on the device. staging: the way between them; the other
-    arguments are `StepGroup`'s."""
+    """A step group with states in host memory and step counts on the device; other arguments as in `StepGroup`."""
 
     def __init__(self, staging: Staging, *args: Any) -> None:
         self.staging = staging
@@ -224,7 +228,7 @@ class OffloadedStepGroup(StepGroup):
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         counters = [state["step"] for state in self.states()]
         for chunk in self.chunks:
-            # It counts steps: each piece has a counter of its own for that.
+            # The reference increments step counts, so each piece needs its own counter.
             chunk.tensors.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]
             parts = [piece.of(grads[piece.owner]) for piece in chunk.pieces]
             skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip

@@ -1,4 +1,4 @@
-"""Gradient release: parameters take their step inside the backward pass and their gradients are freed.
+"""Gradient release: step parameters during the backward pass and free their gradients at once.
 
     handle = overcoat.release_gradients(model, optimizer)
     for batch in batches:
@@ -6,16 +6,17 @@
         optimizer.step()                  # marks the end of the step; learning rate schedules go on as ever
         scheduler.step()
 
-Gradients are collected until a part of the model, as a rule a decoder layer, has all of its own, and then stepped by
-one launch: a step for every parameter would cost the host more time than backward. In a layer that `convert` made, all
-gradients of a block are born together, so that waiting for them costs no memory. The bits are those of the ordinary
-step without clipping, but for a gradient that is not finite: it skips its own parameter's step, as the others have
-moved, and `skipped_steps` counts parameters' steps. `optimizer.grad_norm` is the norm over all after `step()`.
+Gradients are collected until all gradients of a part of the model, usually a decoder layer, are there, and are then
+applied in one launch: one step per parameter would cost the host more time than the backward. In a converted layer all
+gradients of a block are computed at once, so collecting them costs no memory. Results equal those of the ordinary step
+without clipping bit for bit, except for gradients that are not finite: only that parameter's step is skipped, since
+others have been taken, and `skipped_steps` counts steps of single parameters. After `step()` `optimizer.grad_norm` is
+the norm over all gradients.
 
-What needs all gradients at once is refused with a ValueError: accumulation, global clipping, GradScaler,
-DistributedDataParallel (FSDP2 calls the hooks in time). `torch.nn.utils.clip_grad_norm_` cannot be refused: it sees no
-gradients and does nothing. Gradient checkpointing and tied weights work; a weight shared between segments of reentrant
-checkpointing, whose gradient arrives in parts, is refused.
+Whatever needs all gradients at once is refused with a ValueError: accumulation, global clipping, GradScaler,
+DistributedDataParallel (FSDP2 works: it calls the hooks in time). `torch.nn.utils.clip_grad_norm_` cannot be refused:
+it sees no gradients and does nothing. Gradient checkpointing and tied weights work; a weight shared between segments of
+reentrant checkpointing, whose gradient arrives in parts, is refused.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from overcoat.optim.release_checks import (
 from overcoat.optim.sharding import shard_bytes
 from overcoat.optim.step import StepGroup, kind_of
 
-# Bytes of gradients that are worth a launch.
+# Bytes of gradients that are collected before a launch.
 BATCH_BYTES = 32 * 2**20
-# No part of a model has more bytes of gradients than this, nor more than this share of all, unless it is one parameter.
+# The most bytes of gradients of a part, and the largest share of all gradients, unless a part is one parameter.
 PART_BYTES, PART_SHARE = 2**30, 1 / 8
 
 
@@ -53,11 +54,11 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 
     Args:
         model: owns all parameters of the optimizer; its forward pass is watched for gradient accumulation.
         optimizer: an `overcoat.AdamW` whose parameters have no gradients yet.
-        batch_bytes: step once completed gradients hold this many bytes, at the end of a part of the model; 1 steps
+        batch_bytes: step when, at the end of a part of the model, completed gradients take this many bytes; 1: step
             every part on its own.
 
     Raises:
-        ValueError: what was passed cannot work; nothing has been changed.
+        ValueError: the arguments cannot work together; nothing has been changed.
     """
     return GradientRelease(model, optimizer, batch_bytes)
 
@@ -65,7 +66,8 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 
 class Parts:
     """The parts of a model whose gradients are stepped together: its largest modules that are small enough.
 
-    A parameter of several modules belongs to the first. processes: that share a model whose parameters are whole here.
+    A parameter of several modules belongs to the first. processes: more than 1
+    in an estimate, whose unsharded parameters stand for ones sharded over so many processes.
     """
 
     def __init__(self, model: nn.Module, processes: int = 1) -> None:
@@ -91,8 +93,8 @@ class Parts:
         self.missing = Counter(self.number.values())
 
     def complete(self, param: Tensor) -> bool:
-        """Take note of a parameter's gradient: whether it is the last of its part."""
-        number = self.number.get(id(param), -1)  # trained since the parts were made: a part of its own
+        """Record a parameter's gradient; return True if it is the last of its part."""
+        number = self.number.get(id(param), -1)  # -1: unfrozen since the parts were made, a part of its own
         self.missing[number] -= 1
         return self.missing[number] <= 0
 
@@ -111,12 +113,12 @@ def _current_stream(device: torch.device) -> Optional[torch.cuda.Stream]:
 
 
 def _raw_stream(device: torch.device) -> int:
-    """The current stream's number: asked for every gradient, in a tenth of the time."""
+    """Return the current stream's number, in a tenth of the time of `_current_stream`; called for every gradient."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 class GradientRelease:
-    """The handle of `release_gradients`: the hooks, and what has happened since the last `optimizer.step()`."""
+    """The handle of `release_gradients`: its hooks, and the state since the last `optimizer.step()`."""
 
     handles: list[Any]
 
@@ -129,7 +131,7 @@ class GradientRelease:
                 "on stepping; call remove() of its handle"
             )
         self.optimizer, self.batch_bytes = optimizer, batch_bytes
-        self.batches: dict[torch.device, Batch] = {}  # backward runs in a thread of its own on every device
+        self.batches: dict[torch.device, Batch] = {}  # backward has one thread per device
         self.streams: dict[torch.device, Optional[torch.cuda.Stream]] = {}  # that stepped last
         self.step_groups: dict[Any, StepGroup] = {}  # by kind and parameters, of the last step and of this one
         # Since the last `optimizer.step()`:
@@ -146,7 +148,7 @@ class GradientRelease:
         optimizer.release = self
 
     def remove(self) -> None:
-        """Take the hooks away: `optimizer.step()` does the whole step again."""
+        """Remove the hooks: `optimizer.step()` does the whole step again."""
         if not self.handles:  # removed before, or a copy
             return
         for handle in self.handles:
@@ -157,13 +159,13 @@ class GradientRelease:
             self.optimizer.release = None
 
     def __reduce__(self) -> Any:
-        """A copy of the model takes its hooks along, so also this: as a handle that is not in force."""
+        """Copy as an inactive handle: copying the model copies its hooks and so this object."""
         return object.__new__, (GradientRelease,), {"handles": []}
 
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def check_step(self, clip_grad_norm: Optional[float]) -> None:
-        """Refuse what `optimizer.step` cannot do once gradients are released."""
+        """Raise ValueError if `optimizer.step` is asked for what it cannot do with released gradients."""
         check_clipping(clip_grad_norm)
         if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise ValueError(
@@ -181,7 +183,7 @@ class GradientRelease:
                 )
 
     def end_step(self) -> None:
-        """The mark between two steps, set by `optimizer.step` and `zero_grad`: report this one."""
+        """End a step, called by `optimizer.step` and `zero_grad`: set grad_norm and skipped_steps."""
         self._finish_backward()
         self.taken = set()
         self.parts.restart()
@@ -196,11 +198,11 @@ class GradientRelease:
         self.has_begun = self.has_stepped = False
 
     def drop_pending(self) -> None:
-        """Forget gradients that have been collected and not used: backward has failed."""
+        """Drop gradients that were collected but not applied, when a backward has failed."""
         self.batches.clear()
 
     def drop_states(self) -> None:
-        """Keep no state tensors: they are about to change."""
+        """Drop references to state tensors, which are about to change."""
         self.step_groups, self.used = {}, {}
 
     # ---- hooks ----------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class GradientRelease:
         # Not in inference, and not when checkpointing recomputes the model inside its backward pass.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        # Trainers wrap the model that was released, or the user does so later.
+        # The released model may be wrapped, by a trainer or later by the user.
         check_replicas(nn.parallel.DistributedDataParallel._active_ddp_module)
         if self.taken:
             raise ValueError(
@@ -228,8 +230,8 @@ class GradientRelease:
             )
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        # PyTorch does not show Python's collector the hooks of a parameter: owned by them, model, optimizer and this
-        # would never be freed. The model's own hook and the optimizer own it.
+        # Weak references: Python's garbage collector does not see a parameter's hooks, so through them model, optimizer
+        # and this object would never be freed. The model's forward hook and the optimizer own this object.
         reference = weakref.ref(self)
 
         def take(param: Tensor) -> None:
@@ -273,7 +275,7 @@ class GradientRelease:
     # ---- steps ----------------------------------------------------------------------------------------
 
     def _finish_backward(self) -> None:
-        """Step what has been collected: called when backward ends, and by `step`, should backward have failed."""
+        """Step the collected gradients: called when backward ends, and by `step` in case backward has failed."""
         for device in list(self.batches):
             self._step_batch(device)
         for device in self.streams:
@@ -287,14 +289,14 @@ class GradientRelease:
             self._step(batch.entries)
 
     def _follow(self, device: torch.device, stream: Optional[torch.cuda.Stream]) -> None:
-        """Let `stream` wait for the one that stepped last: FSDP2 completes gradients on a stream of its own."""
+        """Make `stream` wait for the one that stepped last: FSDP2 completes gradients on a stream of its own."""
         last = self.streams.get(device)
         if stream is not None and last is not None and last != stream:
             stream.wait_stream(last)
         self.streams[device] = stream
 
     def _step(self, entries: list[tuple[int, int, Tensor, Tensor]]) -> None:
-        """Step every parameter of a batch; one whose gradient is not finite is skipped alone."""
+        """Step every parameter of a batch; skip only those whose gradient is not finite."""
         if not self.has_begun:
             self.optimizer.begin_step()
             self.has_begun = True

@@ -1,4 +1,4 @@
-"""Checks of released gradients before a backward: what cannot be done with them, and who would have clipped them."""
+"""Checks for `release_gradients`: refuse what cannot work with it, and find trainers that would clip gradients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from overcoat.optim.sharding import check_sharding
 
 
 def numbered(optimizer: AdamW) -> list[tuple[int, int, Tensor]]:
-    """(index through all groups, number of the group, parameter)."""
+    """Return (index over all groups, number of the group, parameter) of each parameter."""
     of_groups = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
     return [(index, number, param) for index, (number, param) in enumerate(of_groups)]
 
 
 def trainers_clipping() -> str:
-    """The option, and its value, by which the Trainer that calls, Hugging Face's or Lightning's, clips the gradients of
-    all parameters, or nothing: what it calls to clip finds no gradients, which it cannot tell."""
+    """Return the calling Trainer's option that clips gradients, with its value; "" if there is none.
+
+    Hugging Face's and Lightning's Trainers clip through functions that find no gradients and do not report it.
+    """
     frame = sys._getframe(1).f_back
     while frame is not None:
         path = _CLIPPING.get(frame.f_globals.get("__name__", ""), "")
@@ -52,7 +54,7 @@ def check_clipping(clip_grad_norm: Optional[float]) -> None:
 
 
 def check_replicas(model: Optional[nn.Module]) -> None:
-    """model: the released one, or whose forward is running around it."""
+    """Raise ValueError if model, the released one or one that wraps it, is DistributedDataParallel."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             "release_gradients: DistributedDataParallel averages gradients only after each would have been applied; "
@@ -61,7 +63,7 @@ def check_replicas(model: Optional[nn.Module]) -> None:
 
 
 def check_release(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
-    """ValueError for what can be told before the first backward pass."""
+    """Raise ValueError for mistakes that can be found before the first backward pass."""
     if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
         raise ValueError(
             f"release_gradients: batch_bytes {batch_bytes!r} must be a number of bytes, for example {32 * 2**20}"

@@ -1,19 +1,20 @@
-"""Sharded parameters (DTensor, as FSDP2's `fully_shard` makes them): what one process steps, and what its state is.
+"""Sharded parameters (DTensors of FSDP2's `fully_shard`): which part each process steps, and its state.
 
-    matrix     Every process steps its rows: a group of codes never crosses a row. Codes, metadata and remainders are
+    matrix     Every process steps its own rows: groups never cross a row. Codes, metadata and remainders are
                DTensors with the parameter's placements, which `torch.distributed.checkpoint` gathers and reshards.
-               Random numbers count groups in the unsharded parameter: any number of processes holds the same codes.
+               Random numbers depend on a group's number in the unsharded parameter, so the codes are the same for any
+               number of processes.
     vector     A 1-d parameter (bias, norm) is one row. Every process gathers parameter and gradient, does the whole
                step and keeps its own part of the parameter; the state is whole on every process, plain tensors like
                `step`. Vectors are under 0.1% of a model.
 
-Shards along other dimensions (tensor parallelism) would cut the rows of matrices and are refused, as is sharding that
-leaves each process to clip and skip by the gradients of its own part: FSDP1's, and of optimizers that step one of ours
-with a part of the parameters (ZeroRedundancyOptimizer, DeepSpeed's ZeRO).
+Shards along other dimensions (tensor parallelism) would split the rows of matrices and are refused. So is sharding in
+which each process would clip and skip by its own gradients only: FSDP1, and optimizers that give ours a part of the
+parameters (ZeroRedundancyOptimizer, DeepSpeed's ZeRO).
 
-With `full_state_dict=True` torch sends states as they are: "bf16+16" keeps int16, which no backend sends, and gloo
-lacks 8-bit floats. Norms are summed in one all-reduce a process group; the order of that sum depends on the number of
-processes, so with clipping the last bits of a run may too.
+`full_state_dict=True` does not work for "bf16+16", whose int16 no backend sends, nor with 8-bit floats under gloo.
+Norms are summed in one all-reduce per process group; the order of that sum depends on the number of processes, so with
+clipping the last bits of a run may too.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ DIVIDERS = ("torch.distributed.optim.", "deepspeed."), ("ZeroRedundancyOptimizer
 
 
 def check_sharding(params: Iterable[Tensor]) -> None:
-    """ValueError if each process has a part of these parameters, or of the optimizer's, in a way that is not FSDP2's;
-    asked in the constructor and at the first step: what divides may do so in between."""
+    """Raise ValueError if the parameters are divided between processes other than by FSDP2.
+
+    Called in the constructor and at the first step, since they may be divided in between.
+    """
     flat = any(getattr(param, "_fsdp_flattened", False) for param in params)
     divider = "FullyShardedDataParallel (FSDP1)" if flat else _divider()
     if divider is not None:
@@ -51,10 +54,10 @@ def check_sharding(params: Iterable[Tensor]) -> None:
 
 
 def _divider() -> Optional[str]:
-    """The optimizer that calls, if it divides parameters: nothing else tells."""
+    """Return the calling optimizer's name if it divides parameters, found in the call stack."""
     frame, (modules, names) = sys._getframe(1).f_back, DIVIDERS
     while frame is not None:
-        # The locals of other frames would live as long as these.
+        # Drop the references to frames: they would keep the frames' locals alive.
         if frame.f_globals.get("__name__", "").startswith(modules):
             owner = type(frame.f_locals.get("self"))
             if any(cls.__name__ in names for cls in owner.__mro__):
@@ -64,7 +67,7 @@ def _divider() -> Optional[str]:
 
 
 def check_placements(param: Tensor) -> None:
-    """ValueError if `param` is a DTensor that is laid out in a way that the step cannot work on."""
+    """Raise ValueError if `param` is a DTensor with placements that the step cannot work on."""
     if not isinstance(param, DTensor):
         return
     sharded = [placement for placement in param.placements if placement != Replicate()]
@@ -77,7 +80,7 @@ def check_placements(param: Tensor) -> None:
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """ValueError if a gradient is sparse, or that of a sharded parameter not sharded like it."""
+    """Raise ValueError if a gradient is sparse, or not sharded like its parameter."""
     if grad.layout != torch.strided:
         raise ValueError(
             f"overcoat.AdamW got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
@@ -108,12 +111,12 @@ def layout_of(param: Tensor) -> Hashable:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process' part; of a plain tensor itself."""
+    """Return this process' part of a DTensor; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_bytes(tensor: Tensor) -> int:
-    """Bytes of a process' part of a tensor, the same number on every process, though shards may differ by a row."""
+    """Return the bytes of an average shard: the same on every process, though shards may differ by a row."""
     total = tensor.numel() * tensor.element_size()
     if isinstance(tensor, DTensor):
         sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -122,7 +125,7 @@ def shard_bytes(tensor: Tensor) -> int:
 
 
 def first_row(param: Tensor) -> int:
-    """Number of this process' first row in the unsharded parameter."""
+    """Return the number of this process' first row in the unsharded parameter."""
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):
             if placement == Shard(0):
@@ -132,7 +135,7 @@ def first_row(param: Tensor) -> int:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """All of a DTensor, on every process."""
+    """Return the whole of a DTensor, on every process."""
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.to_local().device.type != tensor.device_mesh.device_type:  # an offloaded state
@@ -148,8 +151,10 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def stepped_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors that this process steps, of one layout and dtype: sharded vectors whole, gathered at once; its
-    own part of all others."""
+    """Return the tensors that this process steps: sharded vectors whole, gathered at once; its own part of all others.
+
+    tensors: of one layout and dtype.
+    """
     if not tensors or not is_whole(tensors[0]):
         return [local(tensor) for tensor in tensors]
     own, first = [local(tensor) for tensor in tensors], tensors[0]
@@ -168,14 +173,14 @@ def stepped_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def buffer_for(param: Tensor) -> Tensor:
-    """Contiguous memory for what `stepped_parts` returns."""
+    """Allocate contiguous memory for what `stepped_parts` returns of a parameter."""
     if is_whole(param):
         return torch.empty(param.shape, dtype=param.dtype, device=param.device)
     return torch.empty_like(local(param), memory_format=torch.contiguous_format)
 
 
 def write_back(param: Tensor, stepped: Tensor) -> None:
-    """Write one of `stepped_parts`, as it is after the step, into the parameter."""
+    """Write one of `stepped_parts`, after the step, back into the parameter."""
     own = local(param)
     if is_whole(param) and stepped.dim():
         start = first_row(param)
@@ -184,8 +189,10 @@ def write_back(param: Tensor, stepped: Tensor) -> None:
 
 
 def sums_over_shards(parts: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over this process' shards of parameters, on one device, as those over all: one all-reduce a group. Vectors
-    were whole already."""
+    """Add up sums over shards across processes, one all-reduce per process group; sums of vectors are whole already.
+
+    parts: sums over this process' shards, on one device.
+    """
     result, places = list(parts), defaultdict[dist.ProcessGroup, list[int]](list)
     for place, param in enumerate(params):
         if is_cut(param):
@@ -204,17 +211,17 @@ def sums_over_shards(parts: Sequence[Tensor], params: Sequence[Tensor]) -> list[
 
 
 def state_shape(param: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """This process' part of a state tensor of the given unsharded shape."""
+    """Return the shape of this process' part of a state tensor, given its unsharded shape."""
     return (len(local(param)), *shape[1:]) if shape and is_cut(param) else shape
 
 
 def wrap_state(param: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """This process' part of a state tensor, as the parameter's kind of tensor."""
+    """Wrap this process' part of a state tensor as a DTensor if the parameter is one."""
     return _from_local(param, value, torch.Size(shape)) if shape and is_cut(param) else value
 
 
 def place_state(param: Tensor, saved: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device` of a saved state tensor, however it was laid out, laid out for `param`."""
+    """Copy a saved state tensor of any layout to `device`, laid out for `param`."""
     shape = tuple(saved.shape)
     if isinstance(saved, DTensor) and layout_of(saved) == layout_of(param):
         return wrap_state(param, _copy(saved.to_local(), device), shape)
@@ -225,12 +232,12 @@ def place_state(param: Tensor, saved: Tensor, device: torch.device) -> Tensor:
 
 
 def rewrap(like: Tensor, value: Tensor) -> Tensor:
-    """This process' part `value` as the same kind of tensor as the state tensor `like`."""
+    """Wrap this process' part `value` as the same kind of tensor as the state tensor `like`."""
     return _from_local(like, value, like.shape) if isinstance(like, DTensor) else value
 
 
 def _from_local(like: DTensor, value: Tensor, shape: torch.Size) -> DTensor:
-    """A contiguous DTensor with this process' part `value`, laid out as `like`; no communication, no copy."""
+    """Return a contiguous DTensor with local part `value`, laid out as `like`; no communication, no copy."""
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = like.device_mesh, like.placements
     if value.device.type == mesh.device_type:

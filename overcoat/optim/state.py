@@ -8,8 +8,8 @@
     exp_avg_sq_scale   int32, same shape as exp_avg_amax: packed maximum and shape byte of v's groups
     remainder          int8 or int16 in the parameter's shape, only for the masters "bf16+8" and "bf16+16"
 
-n: groups in a row (`overcoat.kernels.adamw.rows_of`). No tensor subclass of our own: a state dict is saved, sliced and
-sharded by whatever handles plain tensors. The state of a sharded parameter is sharded like it; shapes are of the whole.
+n: groups in a row (`overcoat.kernels.adamw.rows_of`). There is no tensor subclass: any code that handles plain tensors
+can save, slice and shard a state dict. The state of a sharded parameter is sharded like it; shapes here are unsharded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from overcoat.optim.sharding import (
 from overcoat.pinned_memory import host_buffer, packed
 from overcoat.recipe import GROUP_SIZES
 
-# Options of a parameter group but the learning rate. By the first three a state is laid out and read.
+# Options of a parameter group, except lr. The first three define the layout and codes of a state.
 OPTIONS = ("moments", "master", "group_size", "betas", "eps", "weight_decay", "seed")
 FORMAT_OPTIONS = OPTIONS[:3]
 TORCHS_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
-# A third beta in saved groups whose moments are codes: torch's optimizers fail at their first step.
+# A third beta marks saved groups whose moments are codes, so that torch's optimizers fail at their first step.
 CODES = "its moments are codes, which overcoat.AdamW alone reads"
 _options_of = operator.itemgetter(*OPTIONS)
 
@@ -58,7 +58,7 @@ class Field(NamedTuple):
 
 
 def state_fields(param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Field]:
-    """The state tensors of `param` under the options of its parameter group."""
+    """Return the state tensors that `param` has under the options of its parameter group."""
     master = resolve_master(group["master"], param.dtype)
     return _make_fields(tuple(param.shape), tuple(group["moments"]), master, int(group["group_size"]))
 
@@ -88,10 +88,10 @@ def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, 
 
 
 def init_state(param: Tensor, group: Mapping[str, Any], offload: bool = False) -> dict[str, Tensor]:
-    """The state before the first step: both moments zero, the master equal to the parameter."""
+    """Return the state before the first step: both moments zero, the master equal to the parameter."""
     state = {}
     for name, field in state_fields(param, group).items():
-        dtype = torch.uint8 if field.dtype.itemsize == 1 else field.dtype  # the 8-bit floats cannot be filled
+        dtype = torch.uint8 if field.dtype.itemsize == 1 else field.dtype  # `fill_` does not support 8-bit floats
         device = _home(name, param, offload)
         value = torch.full(state_shape(param, field.shape), field.fill, dtype=dtype, device=device)
         state[name] = wrap_state(param, value.view(field.dtype), field.shape)
@@ -99,13 +99,13 @@ def init_state(param: Tensor, group: Mapping[str, Any], offload: bool = False) -
 
 
 def restore_state(saved: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> dict[str, Tensor]:
-    """A copy of a saved state, laid out as the parameter, every tensor with its own dtype and bits."""
+    """Copy a saved state, laid out as the parameter, without a change of dtypes or bits."""
     state = {name: place_state(param, value, _home(name, param, offload)) for name, value in saved.items()}
     return _in_host_buffer(state, param) if offload else state
 
 
 def is_elsewhere(state: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> bool:
-    """True if a state is not beside its parameter, or with offload not in page-locked host memory."""
+    """True if a state is not on its parameter's device, or with offload not in page-locked host memory."""
     if any(local(value).device != _home(name, param, offload) for name, value in state.items()):
         return True
     value = local(state["exp_avg"])
@@ -117,7 +117,7 @@ def _home(name: str, param: Tensor, offload: bool) -> torch.device:
 
 
 def _in_host_buffer(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """All but the step count in one host buffer, page-locked if `param` is on a GPU."""
+    """Move all but the step count to one host buffer, page-locked if `param` is on a GPU."""
     names = [name for name in state if name != "step"]
     offsets, size = packed([local(state[name]).nbytes for name in names])
     buffer = host_buffer(size, param.is_cuda, "the optimizer's states", "AdamW without offload")
@@ -131,7 +131,7 @@ def _in_host_buffer(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor
 
 
 def bytes_to_offload(param: Tensor, group: Mapping[str, Any]) -> int:
-    """Bytes of one parameter's state that offload keeps in this process' host memory, padding included."""
+    """Return the bytes of one parameter's state in this process' host memory with offload, padding included."""
     fields = state_fields(param, group)
     sizes = [
         math.prod(state_shape(param, field.shape)) * field.dtype.itemsize
@@ -145,7 +145,7 @@ def bytes_to_offload(param: Tensor, group: Mapping[str, Any]) -> int:
 
 
 def check_lr(lr: Any) -> None:
-    """ValueError if a learning rate is out of range; one on a GPU is not looked at, as the host would wait."""
+    """Raise ValueError if a learning rate is out of range; one on a GPU is not checked, as the host would wait."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
@@ -156,7 +156,7 @@ def check_lr(lr: Any) -> None:
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """ValueError if another option of a parameter group is out of range; codes and masters have checks of their own."""
+    """Raise ValueError if another option of a group is out of range; moments and master are checked elsewhere."""
     eps, decay, betas = group["eps"], group["weight_decay"], group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2 or not all(_is_within(beta, 1.0) for beta in betas):
         raise ValueError(f"betas {betas!r} must be two numbers in [0, 1)")
@@ -171,8 +171,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def check_torchs_options(group: Mapping[str, Any]) -> None:
-    """ValueError if a group asks for what torch.optim.AdamW can do and this cannot; how a step is launched (foreach,
-    fused, capturable) is no such matter."""
+    """Raise ValueError for options of torch.optim.AdamW that this one lacks; foreach, fused, capturable are ignored."""
     for name, default in TORCHS_OPTIONS.items():
         if group.get(name, default) != default:
             raise ValueError(f"{name}={group[name]!r} is torch.optim.AdamW's and not supported; leave it out")
@@ -186,8 +185,10 @@ def _is_within(value: Any, upper: float) -> bool:
 def check_groups(
     groups: Sequence[dict[str, Any]], states: Mapping[Any, Any], known: dict[int, tuple[Any, ...]]
 ) -> None:
-    """ValueError if options were set to what cannot work: states are read by the codes that wrote them. known: options
-    as they have been checked, by number of the group; brought up to date."""
+    """Raise ValueError if options were changed to what cannot work: states must be read with the codes they have.
+
+    known: the options last checked, by group number; updated here.
+    """
     for number, group in enumerate(groups):
         check_lr(group["lr"])
         check_torchs_options(group)
@@ -208,8 +209,10 @@ def check_groups(
 
 
 def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """ValueError if an option or a parameter of a new group cannot work; its moments become a pair, params a list, and
-    `CODES` goes, if it is of a state dict."""
+    """Raise ValueError if an option or a parameter of a new group cannot work.
+
+    Changes the group: moments become a pair, params a list, and `CODES` (from a state dict) is removed.
+    """
     options = {**defaults, **group}
     if isinstance(options["betas"], Sequence) and list(options["betas"][2:]) == [CODES]:
         group["betas"] = options["betas"] = tuple(options["betas"][:2])
@@ -217,27 +220,27 @@ def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     check_options(options)
     check_torchs_options(options)
     group["moments"] = resolve_moments(options["moments"])
-    if isinstance(group["params"], set):  # which torch refuses: it has no order
+    if isinstance(group["params"], set):  # torch refuses it, as it has no order
         return
     group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     seen: set[int] = set()
     for entry in group["params"]:
         param = entry[1] if isinstance(entry, tuple) else entry  # or (name, parameter)
-        if isinstance(param, Tensor):  # for anything else torch has a message
+        if isinstance(param, Tensor):  # torch refuses anything else
             if id(param) in seen:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in its group twice and would be stepped twice; list "
                     "every parameter once"
                 )
             seen.add(id(param))
-            if param.requires_grad or param.is_floating_point():  # not of a quantized base, which is frozen
+            if param.requires_grad or param.is_floating_point():  # not a frozen quantized weight
                 resolve_master(options["master"], param.dtype)
             check_placements(param)
     check_sharding([entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]])
 
 
 def warn_if_frozen(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Tell of an optimizer that can step nothing."""
+    """Warn if all parameters of the optimizer are frozen."""
     params = [param for group in groups for param in group["params"]]
     if params and not any(param.requires_grad for param in params):
         warnings.warn(
@@ -248,7 +251,7 @@ def warn_if_frozen(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], index: Any, remedy: str) -> None:
-    """ValueError if a state does not fit `param`; its message says which tensor, and the remedy."""
+    """Raise ValueError if a state does not fit `param`, with the tensor's name and the remedy."""
     fields = state_fields(param, group)
     if state.keys() != fields.keys():
         raise ValueError(
@@ -269,22 +272,24 @@ def check_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any
 def match_saved(
     saved: dict[str, Any], groups: list[dict[str, Any]]
 ) -> tuple[dict[Any, Any], list[tuple[Tensor, dict[str, Any]]]]:
-    """Sort a state dict's states: (what else its `state` holds, (parameter, its state) of all that have one).
-    ValueError: a state was saved in another format than that of its group, by another optimizer or for another
-    model. "8bit" of an earlier version is none: its states keep their codes, and the caller their name."""
+    """Return a state dict's other entries of `state`, and (parameter, its state) of all parameters with one.
+
+    ValueError: a state was saved in another format than its group's, by another optimizer or for another model. An
+    earlier version's "8bit" is accepted: its states keep their codes.
+    """
     for group, saved_group in zip(groups, saved["param_groups"], strict=False):
         for option in FORMAT_OPTIONS:
             if option not in saved_group:
                 raise ValueError(
                     f"the state has no {option!r} in its parameter groups: another optimizer saved it. Start "
-                    "overcoat.AdamW without a state, or go on with the optimizer that saved it"
+                    "overcoat.AdamW without a state, or continue with the optimizer that saved it"
                 )
             old, new = saved_group[option], group[option]
             old = tuple(old) if option == "moments" else old
             if (old, new) == (EARLIER_8BIT, MOMENTS["8bit"]):
                 warnings.warn(
-                    f"the state was saved under an earlier version's '8bit', {old}, and goes on so; a new optimizer's "
-                    f"is {new}",
+                    f"the state was saved with an earlier version's '8bit', {old}, and continues with it; a new "
+                    f"optimizer's is {new}",
                     stacklevel=2,
                 )
             elif old != new:
@@ -304,8 +309,10 @@ def match_saved(
 
 
 def make_plain(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Hook of `state_dict`: states as plain dictionaries; with offload copies, since later steps write to theirs.
-    Groups whose states other optimizers would take for moments are marked."""
+    """Make a state dict's states plain dictionaries (hook of `state_dict`); with offload copies, not the live states.
+
+    Groups whose states other optimizers would mistake for plain moments are marked (`CODES`).
+    """
     for group in saved["param_groups"]:
         if any(MOMENT_CODES[name].grouped for name in group["moments"]):
             group["betas"] = (*group["betas"], CODES)

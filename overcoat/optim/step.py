@@ -1,13 +1,13 @@
-"""Step groups: parameters that are stepped together by one launch, kept from step to step.
+"""Step groups: parameters that one launch steps together; they persist between steps.
 
-    parameter group    the user's: `optimizer.param_groups`, options
-    step group         those of its parameters that have gradients, of one device, dtype, gradient dtype and sharding
+    parameter group    the user's: an entry of `optimizer.param_groups`, with its options
+    step group         its parameters with gradients, of one device, dtype, gradient dtype and sharding
 
 With a thousand parameters, collecting the lists of their tensors costs the host more time than the step costs the GPU.
-So step groups persist, and a step checks only what may have changed: the parameters with gradients, their types and
+So step groups persist, and a step checks only what may have changed: which parameters have gradients, their types and
 dtypes, and all addresses. The checks are `map`s over lists, without a Python call per parameter: 0.5 us per parameter
-instead of 1.5. Step groups hold no state tensors: users may move these to the host between steps. They look states up
-by position in `optimizer.state`, since a look-up by parameter would hash it in Python.
+instead of 1.5. Step groups hold no state tensors, since users may move these to the host between steps. They look
+states up by position in `optimizer.state`, since a look-up by parameter would hash it in Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPE = operator.attrgetter("dtype")
 
 
 def hyper_of(group: Mapping[str, Any], dtype: torch.dtype) -> Hyper:
-    """The hyperparameters of a parameter group, for its parameters of one dtype."""
+    """Return the hyperparameters of a parameter group, for its parameters of one dtype."""
     master = resolve_master(group["master"], dtype)
     (beta1, beta2), (m_code, v_code) = group["betas"], group["moments"]
     return Hyper(beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, master, int(group["group_size"]))
@@ -53,7 +53,7 @@ class StepGroup:
     """Parameters of one parameter group, device and pair of dtypes that are stepped together, and their tensors.
 
     Args:
-        optimizer: in whose `state` all of them have one; a weak reference.
+        optimizer: holds the states of all of them; kept as a weak reference.
         group: their parameter group.
         params: as the optimizer holds them, DTensors of one layout or plain tensors.
         indices: their numbers in the optimizer.
@@ -67,9 +67,9 @@ class StepGroup:
         self.places = [places[param] for param in params]
         self.sharded, self.whole = isinstance(params[0], DTensor), is_whole(params[0])
         own = [local(param) for param in params]
-        # What is stepped: this process' rows, or buffers for whole vectors and for what is not contiguous. They are
-        # filled before every step and not here: processes need not build their step groups at the same time, but
-        # gathering takes all of them.
+        # The tensors that are stepped: this process' rows, or buffers for whole vectors and for tensors that are not
+        # contiguous. Buffers are filled before every step, not here: gathering needs all processes, which need not
+        # build their step groups at the same time.
         self.buffers = {i: buffer_for(params[i]) for i, of in enumerate(own) if self.whole or not of.is_contiguous()}
         size = int(group["group_size"])
         self.tensors = StepTensors(
@@ -95,12 +95,12 @@ class StepGroup:
             self.plan = Plan(self.with_states())
 
     def with_states(self) -> StepTensors:
-        """The tensors, those of the states too."""
+        """Return the step's tensors, states included."""
         states = self.states()
         return self.tensors._replace(states={name: [local(state[name]) for state in states] for name in states[0]})
 
     def states(self) -> list[dict[str, Tensor]]:
-        """As they are in `optimizer.state` now."""
+        """Return the states now in `optimizer.state`."""
         return list(map(list(self.optimizer.state.values()).__getitem__, self.places))
 
     # ---- whether it still holds -----------------------------------------------------------------------
@@ -108,17 +108,17 @@ class StepGroup:
     def holds(self) -> bool:
         """True if parameters and state tensors have their old addresses: assigning to a tensor's `data` moves it.
 
-        Every one is asked. For a thousand parameters that is half of the host's time for a step, but a kernel that
-        wrote where a tensor no longer is would change somebody else's memory.
+        All are checked, half of the host's time of a step with a thousand parameters: a kernel that wrote to an old
+        address would corrupt other memory.
         """
         try:
             return self._addresses() == self.addresses
-        except (TypeError, IndexError):  # a state has something in it that is no tensor, or has gone
+        except (TypeError, IndexError):  # a state is gone, or contains something that is no tensor
             return False
 
     def _addresses(self) -> list[Any]:
         params = list(map(local, self.params)) if self.sharded else self.params
-        # A parameter may be cut, transposed or seen in another shape where it lies.
+        # Shapes and strides too: a parameter may be narrowed, transposed or reshaped at the same address.
         where = (map(of, params) for of in (Tensor.data_ptr, Tensor.size, Tensor.is_contiguous))
         return [*chain.from_iterable(where), *map(Tensor.data_ptr, self.state_tensors())]
 
@@ -130,7 +130,7 @@ class StepGroup:
     # ---- a step ---------------------------------------------------------------------------------------
 
     def take_gradients(self, grads: Sequence[Tensor]) -> None:
-        """The gradients of the coming step, one per parameter; whole vectors are gathered from all processes."""
+        """Set the gradients of the next step, one per parameter; those of sharded vectors are gathered."""
         if self.sharded or not all(map(Tensor.is_contiguous, grads)):
             for param, grad in zip(self.params, grads, strict=True):
                 check_gradient(param, grad)
@@ -160,15 +160,17 @@ class StepGroup:
         return squares, (squares < math.inf).logical_not()  # NaN is not below anything
 
     def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor) -> None:
-        """One step by the gradients taken, which are freed, with the parameter group's hyperparameters. factor: 0-d
-        FP32, multiplies every gradient; skip: bool, 0-d or one per parameter (T,)."""
+        """Step with the gradients of `take_gradients`, which are freed, and the parameter group's hyperparameters.
+
+        factor: 0-d FP32, multiplies every gradient; skip: bool, 0-d or one per parameter (T,).
+        """
         grads, self.grads = self.grads, []
         factor, skip, hyper = moved(factor, self.device), moved(skip, self.device), hyper_of(group, self.dtype)
         lr = scalar_on(group["lr"], self.device)
         if self.on_kernel:
             self._launch(self.counters.take_step(lr, skip, hyper), factor, skip, hyper)
             self.gradients.forget_copies()
-            # Kernels launched from here are not seen by PyTorch, which counts what is written.
+            # PyTorch does not see these launches, so increment the version counters.
             torch.autograd.graph.increment_version(self.tensors.params)
         elif is_real(self.tensors.params[0]):
             self._reference(grads, lr, factor, skip, hyper)
@@ -183,7 +185,7 @@ class StepGroup:
 
 
 def norm_of(step_groups: Sequence[StepGroup], factor: Optional[Tensor]) -> Tensor:
-    """Norm of all their gradients, of all processes, times the factor, 0-d FP32 on the first one's device."""
+    """Return the norm of all gradients over all processes, times the factor, 0-d FP32 on the first group's device."""
     parts = [moved(step_group.sum_squares(), step_groups[0].device) for step_group in step_groups]
     parts = sums_over_shards(parts, [step_group.params[0] for step_group in step_groups])
     norm = (parts[0] if len(parts) == 1 else torch.stack(parts).sum()).sqrt()
@@ -191,12 +193,12 @@ def norm_of(step_groups: Sequence[StepGroup], factor: Optional[Tensor]) -> Tenso
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on `device`; where it is there already, in a third of the time of `Tensor.to`."""
+    """Return a tensor on `device`; three times as fast as `Tensor.to` if it is there already."""
     return tensor if tensor.device == device else tensor.to(device)
 
 
 def scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
-    """A 0-d FP32 tensor on `device`; a Python float travels as a kernel argument, without a copy to wait for."""
+    """Return a 0-d FP32 tensor on `device`; a Python float is passed as a kernel argument, without a copy."""
     if isinstance(value, Tensor) and value.device == device:
         return value.float()
     return torch.full((), float(value), dtype=torch.float32, device=device)
@@ -204,19 +206,21 @@ def scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
 
 # ---- all step groups of a parameter group -------------------------------------------------------------------
 
-# Makes the step group of some parameters of a parameter group, by their numbers in the optimizer.
+# A function that makes the step group of some parameters of a group, given their numbers in the optimizer.
 MakeGroup = Callable[[dict[str, Any], list[Tensor], list[int]], StepGroup]
 
 
 def kind_of(param: Tensor, grad: Tensor) -> Any:
-    """Equal for parameters of one parameter group that can be stepped together."""
+    """Return a key that is equal for parameters of one parameter group that can be stepped together."""
     layout = layout_of(param) if isinstance(param, DTensor) else None
     return (param.device, param.dtype, grad.dtype, layout)
 
 
 class StepGroups:
-    """The step groups of a parameter group: of those parameters that had gradients at the step that made this. first:
-    number of its first parameter in the optimizer; grads: of its parameters, None where there is none."""
+    """The step groups of one parameter group, for the parameters that had gradients when this was made.
+
+    first: number of its first parameter in the optimizer; grads: its parameters' gradients or None.
+    """
 
     def __init__(self, group: dict[str, Any], first: int, grads: list[Any], make: MakeGroup) -> None:
         check_sharding(group["params"])
@@ -241,7 +245,7 @@ class StepGroups:
         return list(values) if self.all_present else list(compress(values, self.present))
 
     def hold(self, group: dict[str, Any], first: int, grads: list[Any]) -> bool:
-        """True if these groups hold for the next step too, provided that the parameters have the same states."""
+        """True if these groups are valid for the next step too, provided that the states are the same."""
         params = group["params"]
         return (
             group is self.group
@@ -255,7 +259,7 @@ class StepGroups:
         )
 
     def take_gradients(self, grads: list[Any]) -> list[StepGroup]:
-        """The step groups, each with its gradients."""
+        """Return the step groups, after giving each its gradients."""
         grads = self._of_present(grads)
         for step_group, places in self.parts:
             step_group.take_gradients(grads if places is None else [grads[place] for place in places])

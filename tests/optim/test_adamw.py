@@ -242,14 +242,14 @@ def test_a_state_of_an_earlier_8bit_goes_on_as_it_was(dtype):
     train(copies, other, 1)
     for p, value in zip(copies, params):
         p.data.copy_(value.data)
-    with pytest.warns(UserWarning, match=r"an earlier version's '8bit', \('sqrt8', 'log8'\), and goes on so"):
+    with pytest.warns(UserWarning, match=r"an earlier version's '8bit', \('sqrt8', 'log8'\), and continues with it"):
         other.load_state_dict(saved)
     assert other.param_groups[0]["moments"] == ("sqrt8", "log8")
     for run in ((params, optimizer), (copies, other)):
         train(*run, 3, first=3)
     assert_same_bits(snapshot(params, optimizer), snapshot(copies, other))
     third = AdamW(copies, moments="8bit")
-    with pytest.warns(UserWarning, match="goes on so"):
+    with pytest.warns(UserWarning, match="continues with it"):
         third.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match=r"saved with moments=\('ratio8', 'log8'\).*to load it"):
         other.load_state_dict(AdamW(make_params(dtype)).state_dict())
