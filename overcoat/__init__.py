@@ -3,7 +3,7 @@
     overcoat.convert(model)                                   # FP8 layers, in place
     optimizer = overcoat.AdamW(model.parameters(), lr=2e-5)   # 8-bit moments
 
-README.md shows the whole; docs/architecture.md says how data flows.
+README.md has a complete example; docs/architecture.md explains how data flows.
 """
 
 import importlib

@@ -1,16 +1,16 @@
 """The `overcoat` command.
 
-    overcoat train CONFIG.toml [section.key=value ...]    train, resume or fine-tune as the file says
+    overcoat train CONFIG.toml [section.key=value ...]    train, resume or fine-tune, configured by the file
     overcoat train CONFIG.toml --gpus 8                   the same on several GPUs, as under torchrun
     overcoat train --keys                                 every key with its default and meaning
-    overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
+    overcoat estimate --model llama-2-7b --batch 4        memory and time of a training step, without a GPU
     overcoat eval runs/demo --text FILE --tasks paper     perplexity and tasks of trained models, side by side
     overcoat init new.toml --model NAME --data FILE       a configuration that fits the GPU
-    overcoat report runs/demo                             a run, or several, as an HTML page
+    overcoat report runs/demo                             one or several runs as an HTML page
 
-Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed, or the system refused
-(disk full, permissions); 130, 143, 129 and 138 stopped by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 after writing a
-checkpoint (as shells number signals, so a script can tell a stopped run from a finished one). All of them say why in
+Exit status: 0 done; 2 an invalid command or configuration, nothing done; 1 training failed, or a system error (disk
+full, permissions); 130, 143, 129 and 138 stopped by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 after writing a checkpoint (128
+plus the signal's number, so that a script can tell a stopped run from a finished one). Every status but 0 comes with
 one line on stderr.
 """
 
@@ -32,7 +32,7 @@ from typing import Any, NoReturn, TextIO
 from overcoat.extras import importing, is_worker, one_line, printable
 from overcoat.version import VERSION
 
-# Commands besides `train`, whose options are in overcoat/COMMAND/command.py; that imports PyTorch, which takes seconds.
+# Commands besides `train`. Their options are in overcoat/COMMAND/command.py, imported late: PyTorch takes seconds.
 COMMANDS = {
     "estimate": "predict the memory of training, without a GPU",
     "eval": "perplexity and tasks of trained models, side by side",
@@ -60,12 +60,12 @@ class _Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """After help and errors: flush here, where a closed pipe or a full disk is one line, not as Python ends."""
+        """Exit after help and errors: flush here, so that a closed pipe or a full disk is reported in one line."""
         super().exit(_status_of(argparse.Namespace(function=lambda _: status)), message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     # Else PyTorch's CPU threads spin for one that waits for its core: beside other work a run takes 20 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Without a network the hub says six times that it tries again, before our one line that names what is missing.
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 missing = f"the package {error.name!r}, which is missing"
                 return _fail(2, f"overcoat {name} needs {missing}: pip install 'overcoat[hf]'")
             module.add_arguments(command)
-    # argparse gives all positionals up at the first option after one; what follows it comes back as unknown.
+    # argparse stops taking positionals at the first option after one; later ones are returned as unknown.
     parsed, rest = parser.parse_known_args(words)
     parsed.argv, parsed.read_config = words, read_config
     takes_rest = hasattr(parsed, "overrides")
@@ -103,16 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return process.leave(_status_of(parsed))
     status = _status_of(parsed)
     if arguments is None and parsed.command == "estimate":
-        os._exit(status)  # all is written, and Python's own end takes a quarter of a second
+        os._exit(status)  # everything is written; Python's own exit takes a quarter of a second
     return status
 
 
 def _status_of(parsed: argparse.Namespace) -> int:
-    """Do what is asked; what goes wrong is said in one line."""
+    """Run a command and return its exit status; report errors in one line."""
     try:
         status = int(parsed.function(parsed))
         if sys.stdout is not None:
-            sys.stdout.flush()  # else Python finds a full disk as it ends
+            sys.stdout.flush()  # else a full disk shows only when Python exits
         return status
     except ValueError as error:
         if is_worker() and _follows(error):
@@ -122,7 +122,7 @@ def _status_of(parsed: argparse.Namespace) -> int:
         return _fail(1, f"training failed: {error}")
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _reader_left():
-            return 0  # `| head -1` has what it wanted
+            return 0  # `| head -1` closed the pipe
         place = f"{error.filename}: " if error.filename else ""
         return _fail(1, f"{place}{error.strerror or error}; {REMEDIES.get(error.errno, 'check that path')}")
     except MemoryError as error:
@@ -164,7 +164,7 @@ def _add_train_parser(commands: Any) -> None:
 
 
 def train_command(parsed: argparse.Namespace) -> int:
-    """Train as a TOML file says. The same command again (without train.resume) continues an interrupted
+    """Train as configured by a TOML file. The same command again (without train.resume) continues an interrupted
     run."""
     from overcoat.extras import load_extra
 
@@ -180,7 +180,7 @@ def train_command(parsed: argparse.Namespace) -> int:
     if parsed.gpus or parsed.max_restarts:
         return _launch(parsed, config)
 
-    # Importing PyTorch and transformers takes seconds; a mistake in the configuration is found before.
+    # Check the configuration first: importing PyTorch and transformers takes seconds.
     from overcoat.memory import use_expandable_segments
     from overcoat.train import process
     from overcoat.train.console import PrintableConsole
@@ -201,7 +201,7 @@ def train_command(parsed: argparse.Namespace) -> int:
             if process.is_first():
                 summary = summarize(results, Path(config.train.run_dir), console)
     except RunStoppedError as stop:
-        # With the path the same command would go back to that checkpoint and set aside all newer ones.
+        # With train.resume the same command would go back to that checkpoint and set aside all newer ones.
         again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
         if process.is_first():
             console.print(f"{stop}; the same command{again} continues it", **PLAIN)
@@ -219,7 +219,7 @@ def train_command(parsed: argparse.Namespace) -> int:
 
 
 def _launch(parsed: argparse.Namespace, config: Any) -> int:
-    """`overcoat train` in several processes, if there are to be several."""
+    """Run `overcoat train` in several processes if --gpus or --max-restarts asks for it."""
     if parsed.gpus < 1 or parsed.max_restarts < 0:
         raise ValueError(
             f"--gpus {parsed.gpus} --max-restarts {parsed.max_restarts}: a number of processes, at least 1"
@@ -242,8 +242,8 @@ def read_config(path: str, overrides: list[str], memory: int | None, cluster: An
 
 
 class LastingStream:
-    """A text stream that fails nobody: not when its reader is gone (`| head`, a closed terminal, a full disk), and not
-    at characters that its encoding lacks."""
+    """A text stream that never raises: not if its reader is gone (`| head`, a closed terminal, a full disk), and not at
+    characters that its encoding lacks."""
 
     def __init__(self, stream: TextIO | None):
         # None: closed before this process began
@@ -274,7 +274,7 @@ def _reader_left() -> bool:
 
 
 def _write_nowhere(stream: TextIO) -> None:
-    """From now on; what the stream still holds is written again when Python ends."""
+    """Redirect a stream to nowhere; otherwise Python would write its buffer again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -283,9 +283,9 @@ def _write(text: str) -> None:
 
 
 def _fail(status: int, text: str, error: Exception | None = None) -> int:
-    """Say why, in one line whatever a library put into it, and return the exit status. Of several processes one does.
+    """Print the reason of a failure in one line and return the exit status. Of several processes only one prints.
 
-    error: what nobody expected; its traceback comes first.
+    error: an unexpected exception, whose traceback is printed first.
     """
     if is_worker():
         from overcoat.train import process

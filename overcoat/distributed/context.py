@@ -1,9 +1,9 @@
-"""`context_parallel`: rows longer than one GPU holds, cut between the processes of a group while the model trains.
+"""`context_parallel`: train on rows longer than one GPU holds by splitting them between the processes of a group.
 
-In `train()` mode the model takes its part of the rows (block/context.py), positions and shifted labels with it, and
-returns the loss of the whole rows, over all their labels, in every process. Its gradient is that of the own tokens,
-times the processes of the context: the mean over all processes, which FSDP2 and DDP make, is the gradient of that loss.
-In `eval()` every process computes what it is given, uncut.
+In `train()` mode each process takes its part of the rows (block/context.py), of positions and of shifted labels, and
+returns the loss of the whole rows, over all their labels. A process' gradient is that of its own tokens times the
+number of processes in the group, so that the mean over processes, which FSDP2 and DDP take, is the gradient of the
+loss. In `eval()` mode rows are not split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from overcoat.models.refusals import branches_of
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over processes whose gradient is summed, too. PyTorch's own function for it warns since 2.13."""
+    """A sum over processes whose gradient is summed, too. PyTorch's own function for this warns since 2.13."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
@@ -63,13 +63,13 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Context:
-    """The processes that share rows, as a causal model knows them."""
+    """The process group that shares rows; a causal model's handle for splitting inputs and summing losses."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.is_checked = group, False
 
     def cut(self, model: Any, labels: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of this process: its part of the rows (B, S), with labels shifted before the cut."""
+        """Return this process' inputs: its part of the rows (B, S), with labels shifted before the split."""
         others = sorted(
             name for name in inputs.keys() - TAKEN if inputs[name] is not None and inputs[name] is not False
         )
@@ -93,11 +93,11 @@ class Context:
                 inputs[name] = own_part(inputs[name], self.group)
         positions = torch.arange(length, device=labels.device).unsqueeze(0)
         cut = {"shift_labels": own_part(targets, self.group), "position_ids": own_part(positions, self.group)}
-        # Layers that do not know this mask refuse to run.
+        # Layers that do not support this mask raise an error.
         return {**inputs, **cut, "attention_mask": nothing_hidden(labels.device)}
 
     def sum(self, loss: Tensor) -> Tensor:
-        """The loss of the whole rows; its gradient is summed over the processes, too."""
+        """Return the loss of the whole rows; its gradient is summed over the processes, too."""
         summed: Tensor = _Sum.apply(loss, self.group)
         return summed
 

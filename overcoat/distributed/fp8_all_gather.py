@@ -1,4 +1,4 @@
-"""`fp8_all_gather`: under FSDP2 the weights of converted layers travel in FP8 instead of BF16.
+"""`fp8_all_gather`: FSDP2 all-gathers the weights of converted layers in FP8 instead of BF16.
 
     overcoat.convert(model)
     for layer in model.model.layers:
@@ -6,11 +6,11 @@
     fully_shard(model)
     overcoat.fp8_all_gather(model)        # this line
 
-Shards stay as they are, in the optimizer's and checkpoints' eyes. While a layer trains in FP8, the codes of its weights
-are gathered, half the bytes, and the products read them as they are (sharded_weight.py). The codes and scales are
-those that one GPU would make. In `eval()` the same weights travel in their own dtype, as do all others.
+Shards do not change for the optimizer and for checkpoints. While a layer trains in FP8, the codes of its weights are
+gathered, half the bytes, and the GEMMs read them directly (sharded_weight.py). Codes and scales are the same as on one
+GPU. In `eval()` mode these weights are gathered in their own dtype, as all others always are.
 
-FSDP2 asks a shard's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`, here those of `ShardedWeight`.
+FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of a shard's local tensor: here those of `ShardedWeight`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from overcoat.models.lora import base_of
 
 @dataclass
 class GatherReport:
-    """The result of `fp8_all_gather`: names of the weights that travel in FP8, and why others of the layers do not."""
+    """The result of `fp8_all_gather`: names of the weights gathered in FP8, and why others of the layers are not."""
 
     fp8: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
@@ -51,18 +51,18 @@ class GatherReport:
 def fp8_all_gather(model: nn.Module) -> GatherReport:
     """All-gather the weights of converted layers in FP8. Call it in every process, after `fully_shard`.
 
-    On CPUs the results are bit for bit those without it; on GPUs that is not shown. Call it again after another
-    conversion, and after writes to shards that PyTorch does not count (`weight.data`, `to_local()`). With one process a
-    weight is its shard, and `reshard_after_forward` is taken as False.
+    On CPUs results equal those without it bit for bit; on GPUs this has not been shown. Call it again after another
+    conversion, and after writes to shards that PyTorch does not track (`weight.data`, `to_local()`). With one process a
+    weight is its shard, and `reshard_after_forward` counts as False.
 
     Args:
         model: converted, and sharded by `fully_shard`.
 
     Returns:
-        which weights travel in FP8, and why others of the converted layers travel in their own dtype.
+        which weights are gathered in FP8, and why others of the converted layers are gathered in their own dtype.
 
     Raises:
-        ValueError: nothing was sharded, or no weight can travel in FP8.
+        ValueError: the model is not sharded, or no weight can be gathered in FP8.
     """
     params = fsdp_params(model)
     if not params:
@@ -92,7 +92,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             stacks.setdefault(key, []).append(weights)
     if not report.fp8:
         reasons = "; ".join(dict.fromkeys(report.left_alone.values())) or "no layer trains in FP8: overcoat.convert it"
-        raise ValueError(f"no weight of {type(model).__name__} can travel in FP8: {reasons}")
+        raise ValueError(f"no weight of {type(model).__name__} can be gathered in FP8: {reasons}")
     in_fp8 = {id(weight.param) for of in stacks.values() for stack in of for weight in stack}
     others = [
         held
@@ -108,8 +108,10 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
 
 
 class Gather:
-    """All weights of a model that travel in FP8, and the maxima that they need: by scaling, group and dtype; `others`
-    are those that do not travel at all."""
+    """All weights of a model that are gathered in FP8, and the maxima that they need, by scaling, group and dtype.
+
+    others: weights that are not sent at all (`UnshardedParam`).
+    """
 
     def __init__(
         self,
@@ -126,20 +128,20 @@ class Gather:
             elif cut := [weight for weight in weights if weight.param.padded_sharded_param_size[0] % BLOCK]:
                 self.maxima.append(CutBlocks(cut))
         self.held = [*self.weights, *others]
-        # Of a process that trains alone nothing is gathered: it would only take the host's time twice.
+        # A process that trains alone gathers nothing: resharding would only cost host time.
         stay = all(held.is_alone for held in self.held)
         self.reshards = {held.group: held.group.post_forward_mesh_info for held in self.held if stay}
         for group in self.reshards:
             group.post_forward_mesh_info = None
         self.handles = list[RemovableHandle]()
-        for module in modules if stay else ():  # not the model alone: trainers call what lies in it
+        for module in modules if stay else ():  # not only the model: trainers also call modules inside it
             self.handles.append(module.register_forward_pre_hook(_reshard_idle, prepend=True))
             self.handles.append(module.register_forward_hook(_reshard_without_backward))
         for held in self.held:
             held.attach()
 
     def before_forward(self, *_: Any) -> None:
-        """Attach shards that have become other tensors, and find the maxima before anything is sent."""
+        """Attach to shards that were replaced by new tensors, and find the maxima before anything is sent."""
         for held in self.held:
             if not held.is_attached():
                 held.attach()
@@ -161,21 +163,23 @@ class Gather:
 
 @torch._disable_dynamo  # as what FSDP2 does around it
 def _reshard_idle(module: Any, *_: Any) -> None:
-    """Reshard weights that a forward without a backward left gathered: weights or mode may have changed since. Not in a
-    recomputation."""
+    """Reshard weights that an earlier forward without backward left gathered: weights or mode may have changed.
+
+    Not in a recomputation.
+    """
     if module._get_fsdp_state()._training_state is TrainingState.IDLE:
         _reshard(module)
 
 
 @torch._disable_dynamo  # as what FSDP2 does around it
 def _reshard_without_backward(module: Any, *_: Any) -> None:
-    """Without a backward nothing else gives the layer its shards back."""
+    """Reshard a layer after a forward that will have no backward, which otherwise would."""
     if not torch.is_grad_enabled():
         _reshard_idle(module)
 
 
 def _reshard(module: Any) -> None:
-    """FSDP2's, which forgets what was frozen or trained again while it was gathered (peft's `disable_adapter`)."""
+    """Call FSDP2's reshard, but keep changes of requires_grad made while gathered (peft's `disable_adapter`)."""
     for group in _groups(module):
         for param in group.fsdp_params:
             if param.sharded_state is ShardedState.UNSHARDED:
@@ -183,7 +187,7 @@ def _reshard(module: Any) -> None:
     module.reshard()
 
 
-# The model's attribute that owns its `Gather`: FSDP2's parameters lead back to the model.
+# The model's attribute that owns its `Gather`, since FSDP2's parameters refer back to the model.
 GATHER = "_overcoat_gather"
 
 
@@ -201,7 +205,7 @@ def _watch_steps(gather: Gather) -> RemovableHandle:
 
 
 def fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """FSDP2's `FSDPParam`s and their groups, by the module's id and the parameter's name."""
+    """Return FSDP2's `FSDPParam`s and their groups, by the module's id and the parameter's name."""
     found = {}
     for module in model.modules():
         for group in _groups(module) if isinstance(module, FSDPModule) else ():
@@ -211,7 +215,7 @@ def fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """FSDP2's groups of parameters of one call of `fully_shard`; PyTorch 2.11 has one, or None."""
+    """Return FSDP2's parameter groups of one call of `fully_shard`; PyTorch 2.11 has one, or None."""
     state = module._get_fsdp_state()
     return getattr(state, "_fsdp_param_groups", None) or [*filter(None, [getattr(state, "_fsdp_param_group", None)])]
 
@@ -219,8 +223,11 @@ def _groups(module: Any) -> list[Any]:
 def fp8_stacks(
     layer: Fp8DecoderLayer, shards_of: Callable[[nn.Module], tuple[int, int] | str]
 ) -> Iterator[tuple[Any, Optional[str]]]:
-    """Modules of a layer whose weights are stacked, and why these cannot travel in FP8; shards_of: a module -> rows of
-    its weight and processes that have them, or why these are not as they should be."""
+    """Return the modules of a layer whose weights are stacked, and why these cannot be gathered in FP8 (or None).
+
+    shards_of: returns for a module the rows of its weight and the number of processes that share them, or why the
+    weight is not sharded as needed.
+    """
     reason = checked_now(layer).reason
     for branch in layer.overcoat_family.branches(layer, 1):
         for linears in (branch.in_proj, (branch.out_proj,)) if branch.mixer is not None else ():

@@ -2,17 +2,17 @@
 
     maxima     once a step: one pass over the shards, one small all-reduce that makes them those of the stacks (q, k,
                v; gate, up), on the device
-    codes      E4M3, 1 byte a weight, made of the shard for each all-gather with the scale of the stack, and not kept
-    blocks     scales of 128x128 blocks are found with the codes and sent with them; of blocks that shards cut the
-               maxima are found once a step, as above
-    gathered   into the buffer that FSDP2 frees and restores: `GatheredWeight`, the operand of the products
+    codes      E4M3, 1 byte a weight, made from the shard for each all-gather with the stack's scale, then freed
+    blocks     scales of 128x128 blocks are found with the codes and sent with them; maxima of blocks that span two
+               shards are found once a step, as above
+    gathered   into the buffer that FSDP2 frees and restores: `GatheredWeight`, the operand of the GEMMs
 
-A process that holds all rows sends nothing: its products read the shard as they would read a plain weight. If it trains
-alone, FSDP2 copies no other parameter either, and no gradient (`UnshardedParam`).
+A process that holds all rows sends nothing: its GEMMs read the shard like an ordinary weight. If it trains alone, FSDP2
+also copies no other parameter and no gradient (`UnshardedParam`).
 
-All processes must find the maxima again at the same time. They do when an optimizer that holds one of the weights has
-stepped, or a DTensor was written to, which all processes do together. A shard that was written to by itself is seen in
-one process alone, so it is an error.
+All processes must find the maxima at the same time. They do after an optimizer that holds one of the weights has
+stepped, or after a write to a DTensor, which all processes do together. A write to a local shard is visible in one
+process only, so it is an error.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ def holds_all(param: Any) -> bool:
 
 
 class UnshardedParam:
-    """A parameter, FSDP2's `FSDPParam` and its `FSDPParamGroup`, for which FSDP2 asks here: this one of a process that
-    trains alone. FSDP2 would copy it for each use, and its gradient twice."""
+    """FSDP2's hooks for a parameter of a process that trains alone: the shard itself is used, without copies.
+
+    FSDP2 would copy the parameter for each use, and its gradient twice. param: `FSDPParam`; group: `FSDPParamGroup`.
+    """
 
     def __init__(self, param: Any, group: Any) -> None:
         self.param, self.group = param, group
-        self.others: tuple[list[Tensor], Optional[nn.Parameter]] = ([], None)  # FSDP2's buffers for the other way
+        self.others: tuple[list[Tensor], Optional[nn.Parameter]] = ([], None)  # FSDP2's buffers for the other dtype
         info, policy = param.mesh_info, param.mp_policy
         processes = info.shard_mesh_size * getattr(info, "replicate_mesh_size", 1)
         is_cast = policy.param_dtype is not None or policy.reduce_dtype is not None
@@ -55,12 +57,12 @@ class UnshardedParam:
 
     @property
     def local(self) -> Tensor:
-        """The shard (n, K), n different in the last processes."""
+        """Return the shard (n, K); n may be smaller in the last processes."""
         own: Tensor = self.param.sharded_param._local_tensor
         return own
 
     def attach(self) -> None:
-        """Make FSDP2 ask this object."""
+        """Make FSDP2 call this object's methods."""
 
         def ask(*arguments: Any) -> Any:
             return self.fsdp_pre_all_gather(*arguments)
@@ -90,7 +92,7 @@ class UnshardedParam:
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The parameter: the shard itself."""
+        """Return the parameter: the shard itself."""
         self._watch(out)
         return (self.local, ()) if out is None else None
 
@@ -98,18 +100,18 @@ class UnshardedParam:
         return self.param._sharded_param_data[:0]
 
     def _watch(self, whole: Optional[Tensor]) -> None:
-        """Give the gradient of what FSDP2 puts in the parameter's place to the shard, as it is."""
-        # It may have gone with the other buffers, and be back. Weakly: the collector does not see what a hook holds.
+        """Register a hook that hands the unsharded parameter's gradient to the shard, without a copy."""
+        # The parameter may have been replaced and come back. Weakly: the garbage collector does not see hooks.
         if self.is_alone and whole is not None and whole.requires_grad and not whole._post_accumulate_grad_hooks:
             whole.register_post_accumulate_grad_hook(partial(_hand_over, proxy(self.param), proxy(self.group)))
 
     def _give_buffers(
         self, outputs: list[Tensor], unsharded: Optional[nn.Parameter]
     ) -> tuple[list[Tensor], Optional[nn.Parameter]]:
-        """Exchange what FSDP2 gathers into, and the parameter that lies there; empty ones it makes itself."""
+        """Exchange FSDP2's buffers and the parameter in them; FSDP2 makes new ones if they are empty."""
         param = self.param
         before: Optional[nn.Parameter] = param.__dict__.pop("_unsharded_param", None)
-        if before is not None and before.grad is not None:  # not reduced yet: FSDP2 adds what is to come
+        if before is not None and before.grad is not None:  # not reduced yet: FSDP2 will add to it
             param.unsharded_accumulated_grad, before.grad = before.grad, None
         if unsharded is not None:
             param._unsharded_param = unsharded
@@ -121,7 +123,7 @@ class UnshardedParam:
 def _hand_over(param: Any, group: Any, unsharded: Tensor) -> None:
     is_plain = group.reduce_grads and group.gradient_divide_factor is None and group._all_reduce_hook is None
     if not is_plain or param.unsharded_accumulated_grad is not None:
-        return  # FSDP2's to add or to divide
+        return  # FSDP2 must add or divide it
     sharded, gradient, unsharded.grad = param.sharded_param, unsharded.grad, None
     if sharded.grad is None:
         sharded.grad = param.to_sharded_dtensor(gradient)
@@ -141,12 +143,13 @@ class ShardedWeight(UnshardedParam):
     Args:
         name: the parameter's.
         param, group: as of `UnshardedParam`.
-        layer: its mode decides the dtype on the wire. linear: owner of the weight, or of the base layer's.
+        layer: its mode decides the dtype that is sent. linear: the module that owns the weight (with LoRA, the base
+            layer).
 
     Attributes:
-        maxima: of all stacks, this weight's among them, or of the blocks that shards cut; None if not needed.
-        scale: of its stack, 0-d FP32; with block scales one per block of this process' rows.
-        amax: of its stack, 0-d FP32; None with block scales.
+        maxima: the `Maxima` that include this weight's; None if not needed.
+        scale: its stack's, 0-d FP32; with block scales one per block of this process' rows.
+        amax: its stack's, 0-d FP32; None with block scales.
     """
 
     maxima: Optional[Maxima] = None
@@ -156,15 +159,15 @@ class ShardedWeight(UnshardedParam):
     def __init__(self, name: str, param: Any, group: Any, layer: nn.Module, linear: Any) -> None:
         super().__init__(param, group)
         self.name, self.layer, self.linear = name, layer, linear
-        self.is_fp8 = False  # how it travelled last
+        self.is_fp8 = False  # True if last gathered in FP8
 
     def rows(self) -> Tensor:
-        """The shard as it travels in 16 bits: filled up to the rows of the first process, in `param_dtype`."""
+        """Return the shard as sent in 16 bits: padded to the first process' rows, in `param_dtype`."""
         whole: Tensor = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
         return whole if self.param.param_dtype is None else whole.to(self.param.param_dtype)
 
     def versions(self) -> tuple[Any, int]:
-        """Version counters: of the DTensor, with the adapters that peft has merged, unseen; and of its local tensor."""
+        """Return version counters of the DTensor (with peft's merged adapters, untracked by it) and its local part."""
         return (self.param.sharded_param._version, (*getattr(self.linear, "merged_adapters", ()),)), self.local._version
 
     # ---- FSDP2's extension points -------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class ShardedWeight(UnshardedParam):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this process sends."""
-        if self.layer.training != self.is_fp8:  # FSDP2 keeps a buffer and a parameter, of one dtype: those of this way
+        if self.layer.training != self.is_fp8:  # FSDP2 has buffers of one dtype: exchange them
             self.others, self.is_fp8 = self._give_buffers(*self.others), self.layer.training
         if not self.is_fp8:
             return (self._nothing() if holds_all(self.param) else self.rows(),), None
@@ -185,12 +188,12 @@ class ShardedWeight(UnshardedParam):
         if self.amax is not None:
             return (stack_weights([self.rows()], self.amax, False)[0].view(torch.uint8),), None
         codes, self.scale = self._blocks()
-        return (codes.view(torch.uint8), self.scale)[: mesh.size()], None  # of one process FSDP2 takes one tensor
+        return (codes.view(torch.uint8), self.scale)[: mesh.size()], None  # with one process FSDP2 accepts one tensor
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The weight of what all have sent, or put into `out`."""
+        """Return the weight from what all processes have sent, or update `out` with it."""
         self._watch(out)
         if not self.is_fp8:
             whole = self.local if holds_all(self.param) else outputs[0][: self.param._orig_size[0]]
@@ -208,11 +211,11 @@ class ShardedWeight(UnshardedParam):
     # ---- inside -------------------------------------------------------------------------------------------
 
     def _blocks(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales of this process' rows in 128x128 blocks of the weight."""
+        """Return codes and scales of this process' rows in 128x128 blocks of the weight."""
         rows = self.rows()
         if not isinstance(self.maxima, CutBlocks):
             return block_stack_weights([rows], False)
-        # What is missing of a cut block are zeros, and one row of its maxima.
+        # The missing rows of a split block are zeros, except one that holds the block's maxima.
         first, count = self.maxima.span(self)
         above, below = self.maxima.found(self, first), self.maxima.found(self, first + count)
         top, bottom = first % BLOCK, -(first + count) % BLOCK
@@ -226,8 +229,10 @@ class ShardedWeight(UnshardedParam):
 
 
 class Maxima(abc.ABC):
-    """Maxima of weights that one process group shares, all of one dtype; all its processes find them together.
-    is_stale: whether they have to be found again."""
+    """Maxima of weights of one dtype, sharded over one process group, which all its processes find together.
+
+    is_stale: True if they must be found again.
+    """
 
     def __init__(self, weights: Sequence[ShardedWeight]) -> None:
         self.weights, self.is_stale, self.seen = weights, True, dict[ShardedWeight, tuple[Any, int]]()
@@ -235,13 +240,15 @@ class Maxima(abc.ABC):
             weight.maxima = self
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped: torch's own write to shards unseen."""
+        """Mark the maxima as stale after an optimizer's step: torch's own optimizers write to shards untracked."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self.is_stale = self.is_stale or any(id(weight.param.sharded_param) in held for weight in self.weights)
 
     def check(self, weights: Sequence[ShardedWeight]) -> None:
-        """Return True if weights have changed: then the maxima are stale, in all processes or in none. RuntimeError: a
-        shard was written to by itself."""
+        """Return True if weights have changed; this is the same in all processes.
+
+        RuntimeError: a local shard was written to.
+        """
         for weight in weights:
             if self.is_stale or (versions := weight.versions()) == self.seen[weight]:
                 continue
@@ -255,7 +262,7 @@ class Maxima(abc.ABC):
 
     @torch.no_grad()
     def find_if_stale(self) -> None:
-        """Find them; nothing waits for the device."""
+        """Find the maxima if they are stale; the host does not wait for the device."""
         if self.is_stale:
             self.seen = {weight: weight.versions() for weight in self.weights}
             self.find()
@@ -263,16 +270,16 @@ class Maxima(abc.ABC):
 
     @abc.abstractmethod
     def find(self) -> None:
-        """Find them from the shards as they are."""
+        """Find the maxima from the shards."""
 
     def over_all(self, found: Tensor) -> Tensor:
-        """The largest over all processes of maxima (FP32, >= 0), in place."""
+        """Take the maximum over all processes of FP32 numbers >= 0, in place."""
         group = self.weights[0].param.shard_mesh.get_group()
         return share_largest(found, group) if group.size() > 1 else found
 
 
 class Stacks(Maxima):
-    """max |w| of each stack: weights whose operand is one."""
+    """max |w| of each stack: of the weights that form one operand."""
 
     def __init__(self, stacks: Sequence[Sequence[ShardedWeight]]) -> None:
         super().__init__([weight for stack in stacks for weight in stack])
@@ -287,7 +294,7 @@ class Stacks(Maxima):
         dtype = self.weights[0].param.mp_policy.param_dtype or shards[0].dtype  # rounding keeps the order
         own = torch.stack(torch._foreach_norm(shards, math.inf)).to(dtype).float()
         found = self.over_all(own[self.places].amax(1).abs())
-        # In new memory: a backward may wait for what it read before. 16 bytes apart, as cuBLASLt wants its scales.
+        # In new memory: a pending backward may still read the old values. 16 bytes apart, as cuBLASLt needs its scales.
         scales = F.pad(scale_from_amax(found, E4M3).unsqueeze(1), (0, 3))[:, 0]
         for stack, scale, amax in zip(self.stacks, scales.unbind(), found.unbind(), strict=True):
             for weight in stack:
@@ -295,7 +302,7 @@ class Stacks(Maxima):
 
 
 class CutBlocks(Maxima):
-    """max |w| of the 128x128 blocks that lie in several shards. All shards of a weight have as many rows."""
+    """max |w| of the 128x128 blocks that span several shards. All shards of a weight have equally many rows."""
 
     def __init__(self, weights: Sequence[ShardedWeight]) -> None:
         super().__init__(weights)
@@ -304,7 +311,7 @@ class CutBlocks(Maxima):
 
     @staticmethod
     def span(weight: ShardedWeight) -> tuple[int, int]:
-        """The first row of this process' shard in the weight, and how many it has."""
+        """Return the first row of this process' shard in the weight, and its number of rows."""
         rows: int = weight.param.padded_sharded_param_size[0]
         return weight.param.mesh_info.shard_mesh_rank * rows, rows
 
@@ -323,11 +330,11 @@ class CutBlocks(Maxima):
         self.tops = dict(zip(keys, found.split([len(top) for top in own]), strict=True))
 
     def found(self, weight: ShardedWeight, row: int) -> Optional[Tensor]:
-        """Return the maxima of the blocks that an edge between two shards cuts, (K / 128,); None if it cuts none."""
+        """Return the maxima of the blocks that an edge between shards splits, (K / 128,); None if it splits none."""
         return self.tops[weight, row // BLOCK] if row % BLOCK else None
 
     def whole_scale(self, weight: ShardedWeight, scale: Tensor) -> Tensor:
-        """The scales (N / 128, L4) of those that all processes have sent."""
+        """Return the weight's scales (N / 128, L4) from those that all processes have sent."""
         if weight not in self.places:
             rows, total = self.span(weight)[1], weight.param._orig_size[0]
             owner = [(block * BLOCK) // rows for block in range(total // BLOCK)]
