@@ -1,12 +1,12 @@
-"""`overcoat estimate`: what a training step will hold on the GPU, before renting it.
+"""`overcoat estimate`: predict a training step's GPU memory and time, before renting the GPU.
 
     overcoat estimate --model llama-2-7b --batch 4 --seq 2048 --gpu-memory 80GB
     overcoat estimate --model ./config.json --batch 1 --seq 4096 --recipe leanest --release-gradients
     overcoat estimate --config configs/llama-2-7b.toml train.batch_size=2 --gpu-memory 80GB
 
-Prints the components at the step's fullest moment, and tokens a second on H200s or H100s, from kernels that were
-measured; with --gpu-memory also the largest batch that fits and, where the batch asked for does not, the cheapest
-changes that make it fit. Needs a model's configuration: no weights, no GPU.
+Prints the memory by component at the step's peak, and tokens per second on H200s or H100s, from measured kernels. With
+--gpu-memory also the largest batch that fits and, if the requested one does not, the cheapest changes that make it fit.
+Needs only the model's configuration: no weights, no GPU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-SMALLEST = 10**6  # bytes of a GPU; below it a unit was forgotten
+SMALLEST = 10**6  # bytes of a GPU; a smaller number lacks its unit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `overcoat estimate`."""
+    """Add the options of `overcoat estimate`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
     built_in = ", ".join(MODELS)
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Parse a whole number above 0, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
@@ -93,7 +93,7 @@ def positive(text: str) -> int:
 
 
 def memory_size(text: str) -> int:
-    """Bytes from "80GB", "24 GiB" or a plain number; argparse prints what it raises."""
+    """Parse "80GB", "24 GiB" or a plain number to bytes; argparse prints the error."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80GB (10^9 bytes) or 80GiB (2^30)")
@@ -104,7 +104,7 @@ def memory_size(text: str) -> int:
 
 
 def parse_recipe(words: list[str]) -> Recipe:
-    """A recipe from its name and field=value words. ValueError: the name, a field or its value is not known."""
+    """Return a recipe from its name and field=value words. ValueError: the name, a field or its value is not known."""
     changes: dict[str, Any] = {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
@@ -118,8 +118,10 @@ def parse_recipe(words: list[str]) -> Recipe:
 
 @contextlib.contextmanager
 def _scanned_once() -> Iterator[None]:
-    """Inside, transformers reads the files of its models once as it is imported, not twice (0.3 s each): it remembers
-    what it has found by the folder's name, and names the folder in two ways."""
+    """Make transformers scan its models' files once on import, not twice (0.3 s each).
+
+    It caches the scan by the folder's name, of which it uses two spellings.
+    """
     module = load_extra("transformers.utils.import_utils", "hf", "overcoat estimate")
     scan = getattr(module, "create_import_structure_from_path", None)
     if scan is None:  # in another release
@@ -170,7 +172,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _what(parsed: argparse.Namespace, cluster: Cluster) -> tuple[Predictor, int, int, Setup, str]:
-    """The model, batch, sequence and setup asked for, and what was chosen for whoever asked."""
+    """Return the requested model, batch, sequence and setup, and a line on what was chosen by default."""
     options = {"batch", "seq", "image_side", *(field.name for field in fields(Setup))}
     given = {name: value for name, value in vars(parsed).items() if name in options}
     if parsed.config is not None:

@@ -1,8 +1,8 @@
-"""One training step on the meta device: the real model's forward and backward, shapes without data, under a `Meter`.
+"""Run one training step on the meta device (shapes without data) under a `Meter`, which counts its memory.
 
-The model of the configuration runs at its full depth, converted by `overcoat.convert`, with autograd's own engine: a
-block that keeps a tensor more, or frees one earlier, changes the prediction by itself. The optimizer's step is not run,
-as its states are counted from shapes; FSDP2's hooks are stood in for by those of fsdp.py.
+The real model runs at its full depth, converted by `overcoat.convert`, with autograd's own engine: if a block saves one
+more tensor, or frees one earlier, the prediction changes too. The optimizer's step is not run, as its states are
+counted from shapes; fsdp.py replaces FSDP2's hooks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LossOf = Callable[[Any, int, int], Tensor]
 class DryRun(NamedTuple):
     """Results of a dry run.
 
-    phases: living bytes by category, without parameters, and without gradients that were there before; by whether
-    gradients are released: the same step, but for when they are freed.
-    host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
-    work: what its ops do. gathered: bytes of all parameters, as FSDP2 gathers them.
+    phases: live bytes by category, without parameters and earlier gradients; key: True if gradients are released,
+        which changes only when they are freed.
+    host: bytes of saved activations in host memory (`Recipe.offload_blocks`).
+    work: operations and bytes of its ops. gathered: bytes of all parameters, as FSDP2 gathers them.
     """
 
     phases: dict[bool, list[Living]]
@@ -52,8 +52,10 @@ class DryRun(NamedTuple):
 
 
 def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
-    """The transformers model of a configuration without its weights, in training mode; frozen: its vision tower.
-    ValueError: it is the configuration of something else, or has no tower to freeze."""
+    """Return the transformers model of a configuration on the meta device, in training mode.
+
+    frozen: freeze its vision tower. ValueError: another kind of configuration, or no tower to freeze.
+    """
     made = model_class(config)
     # Gemma 2 and gpt-oss have no other.
     attention = "sdpa" if made._supports_sdpa else "eager"
@@ -65,15 +67,19 @@ def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
 
 
 def own_loss(model: Any, batch: int, sequence: int, side: int = SIDE) -> Tensor:
-    """The model's loss on token ids without values, as plain Hugging Face code computes it; where it sees, with one
-    image a row, of `side` pixels a side if it takes any."""
+    """Return the model's loss on token ids on the meta device; for vision models with one image per row.
+
+    side: pixels per side of an image, if the model takes images of any size.
+    """
     given = images(model, batch, sequence, side)
     return model(**given, **tokens(model, batch, sequence, given), use_cache=False).loss
 
 
 class Trained(NamedTuple):
-    """A model on the meta device as a setup trains it. parameters: as they were before their weights travelled in FP8;
-    report: what `convert` did; parts: in which gradients are released."""
+    """A model on the meta device, prepared as a setup trains it.
+
+    parameters: before weights are replaced by their FP8 codes; report: of `convert`; parts: for gradient release.
+    """
 
     model: Any
     parameters: tuple[Tensor, ...]
@@ -82,7 +88,7 @@ class Trained(NamedTuple):
 
 
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
-    """The model of a configuration, for any number of dry runs."""
+    """Return the model of a configuration, for any number of dry runs."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     parameters, report = tuple(model.parameters()), convert(model, setup.recipe)
     if setup.is_sharded(gpus) and setup.all_gather == "fp8":
@@ -91,7 +97,7 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
 
 
 def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
-    """Forward and backward of one micro-batch, the last of its step."""
+    """Run forward and backward of one micro-batch, the last of its step."""
     meter = Meter(not setup.document_mask, work := Work())
     parameters = list(of.model.parameters())
     meter.leave_out([*parameters, *of.model.buffers()])
@@ -137,7 +143,7 @@ def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: 
 
 @contextlib.contextmanager
 def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) -> Iterator[None]:
-    """A ValueError in the place of what transformers, or PyTorch under it, says of a configuration's values."""
+    """Turn errors of transformers or PyTorch about a configuration's values into a ValueError."""
     try:
         yield
     except NotImplementedError as error:
@@ -152,7 +158,7 @@ def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) 
 
 
 def _category(tag: str, place: str, kept: bool) -> str:
-    """The name of an allocation made in the phase `place`; kept: it waited for the backward."""
+    """Return the category of an allocation made in the phase `place`; kept: True if saved for the backward."""
     if tag in (GRADIENTS, GATHERED):
         return tag
     if place == LOSS:
@@ -164,8 +170,10 @@ def _category(tag: str, place: str, kept: bool) -> str:
 def _gradient_hooks(
     of: Trained, parameters: list[Tensor], meter: Meter, setup: Setup, gpus: int
 ) -> Iterator[AbstractSet[int]]:
-    """Inside, gradients are collected and released as by `overcoat.optim.release`, of several processes parts of them,
-    unless they accumulate. Yields the allocations that would wait for `optimizer.step()` otherwise."""
+    """Collect and release gradients (with several processes, shards of them) as `overcoat.optim.release` does.
+
+    Not while they accumulate. Yields the allocations that without release would live until `optimizer.step()`.
+    """
     waiting: list[Tensor] = []
     held: set[int] = set()
     of.parts.restart()
@@ -190,7 +198,7 @@ def _gradient_hooks(
             keep(parameter, gradient)
 
     if setup.is_sharded(gpus):
-        # What accumulates is added to the gradients that are there, and freed.
+        # An accumulated gradient is added to the existing one and freed.
         take = keep if setup.accumulation == 1 else lambda *_: None
         with FullyShard(of.model, meter, gpus, setup.replicated, setup.torch_reduce_dtype, take).installed():
             yield held

@@ -13,7 +13,7 @@ from overcoat.estimate.predict import LASTING, Prediction, Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.formats.moments import MOMENT_CODES, resolve_moments
 
-# No batch is looked for beyond this.
+# The largest batch that is tried.
 MOST_ROWS = 2**16
 # How far a line through two batches is taken to be off: rows for each row beyond them, and bytes in any case, as the
 # loss's chunks, experts, or a phase that is fullest at another moment bend it. Rows that take less are all run.
@@ -22,7 +22,7 @@ OFF, BEND = 0.1, 128 * 2**20
 
 @dataclass(frozen=True)
 class Room:
-    """Request: a batch of rows of `sequence` tokens on `gpus` GPUs with `limit` bytes each."""
+    """A request: a batch of rows of `sequence` tokens on `gpus` GPUs with `limit` bytes each."""
 
     predictor: Predictor
     batch: int
@@ -31,7 +31,7 @@ class Room:
     limit: int
 
     def predict(self, setup: Setup, batch: Optional[int] = None) -> Prediction:
-        """Memory of a step, of the batch asked for unless another is given."""
+        """Predict the memory of a step of the requested batch, or of another."""
         return self.predictor.predict(batch or self.batch, self.sequence, setup, self.gpus)
 
     def fits(self, setup: Setup, batch: Optional[int] = None) -> bool:
@@ -39,7 +39,7 @@ class Room:
         return self.predict(setup, batch).total_bytes <= self.limit
 
     def largest_batch(self, setup: Setup) -> int:
-        """The most rows that fit, on each GPU; 0 if one does not."""
+        """Return the most rows that fit on each GPU; 0 if one row does not."""
         rows = min(self.batch, MOST_ROWS)
         found = self.predict(setup, rows)
         if sum(found.components[name] for name in LASTING) > self.limit:
@@ -78,7 +78,7 @@ def without_rows(prediction: Prediction) -> Prediction:
 
 
 def between(one: tuple[int, Prediction], other: tuple[int, Prediction], rows: float) -> int:
-    """Bytes needed on the lines through the phases of two batches."""
+    """Return the bytes for `rows` rows, interpolated (or extrapolated) linearly from two batches, phase by phase."""
     share = (rows - one[0]) / (other[0] - one[0])
     pairs = zip(one[1].by_phase, other[1].by_phase, strict=True)
     first, last = max(pairs, key=lambda pair: (1 - share) * sum(pair[0].values()) + share * sum(pair[1].values()))
@@ -90,8 +90,8 @@ def between(one: tuple[int, Prediction], other: tuple[int, Prediction], rows: fl
 
 
 class Change(NamedTuple):
-    """A way to less memory: its name and price, fields of a setup or, if `of_recipe`, of its recipe, and whether it can
-    have them."""
+    """A way to save memory: its name and price, the fields to set in a setup or, if `of_recipe`, in its recipe, and a
+    function that is True if the setup can have them."""
 
     name: str
     price: str
@@ -100,7 +100,7 @@ class Change(NamedTuple):
     possible: Callable[[Setup], bool] = lambda setup: True
 
     def apply(self, setup: Setup) -> Optional[Setup]:
-        """The setup with it, or None where it changes nothing."""
+        """Return the changed setup, or None if nothing would change."""
         if not self.possible(setup):
             return None
         fields = {"recipe": replace(setup.recipe, **self.fields)} if self.of_recipe else self.fields
@@ -142,15 +142,15 @@ CHANGES = (
 
 
 class Rung(NamedTuple):
-    """A step that was looked at, of the batch asked for, and the change that led to it (None: as asked for)."""
+    """A setup that was tried for the requested batch, and the change that led to it (None: as requested)."""
 
     change: Optional[Change]
     prediction: Prediction
 
 
 class Advice(NamedTuple):
-    """rungs: the setup asked for, and one change after the other on top of it. changes: the cheapest of them that make
-    the batch fit, or None if all together do not; setup: with them."""
+    """rungs: the requested setup, then each change on top of the previous one. changes: the cheapest ones that make the
+    batch fit, or None if all together do not; setup: the setup with them."""
 
     rungs: list[Rung]
     changes: Optional[list[Change]]
@@ -158,7 +158,7 @@ class Advice(NamedTuple):
 
 
 def advise(room: Room, setup: Setup) -> Advice:
-    """Try the changes in the order of their price until the batch fits, then leave out those it fits without."""
+    """Apply the changes in the order of their price until the batch fits, then drop those that are not needed."""
     rungs = [Rung(None, room.predict(setup))]
     for change in CHANGES:
         if changed := change.apply(rungs[-1].prediction.setup):

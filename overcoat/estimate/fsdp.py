@@ -1,6 +1,6 @@
-"""FSDP2 in the dry run: what `fully_shard` on every decoder layer and on the model allocates, at the same hooks.
+"""FSDP2 in the dry run: allocate at the same hooks what `fully_shard` on every decoder layer and the model allocates.
 
-A block's parameters are one group, those outside the blocks (embedding, final norm, head) another, the root's:
+A block's parameters are one group; those outside the blocks (embedding, final norm, head) are the root's group:
 
     gather      one flat buffer of the group (the all-gather's result), then a copy of it as whole parameters. In the
                 forward the buffer lives on until the next group's has been copied; in the backward it goes at once, but
@@ -42,7 +42,7 @@ from overcoat.models.family import decoder_layers, find_causal_model
 
 
 def part_bytes(tensor: Tensor, gpus: int) -> int:
-    """Bytes of the largest part that FSDP2 gives a process; smaller parts are filled up to it."""
+    """Return the bytes of the largest part that FSDP2 gives a process; smaller parts are padded to it."""
     return -(-tensor.shape[0] // gpus) * tensor[:1].nbytes if gpus > 1 and tensor.dim() else tensor.nbytes
 
 
@@ -52,7 +52,7 @@ def travelling(parameter: Any) -> Tensor:
 
 
 def travel_in_fp8(model: nn.Module, gpus: int) -> None:
-    """Give a converted meta model the codes that `fp8_all_gather` sends, in the place of its weights."""
+    """Replace a converted meta model's weights by the codes that `fp8_all_gather` sends."""
     owners: Counter[int] = Counter(
         id(parameter) for module in model.modules() for parameter in module._parameters.values()
     )
@@ -136,7 +136,7 @@ class FullyShard:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, a forward and backward pass gathers and reduces. To be entered before hooks that watch it."""
+        """Gather and reduce during forward and backward passes. Enter it before hooks that observe them."""
         handles = []
         for module in (self.root_module, *self.blocks):
             handles += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
@@ -184,7 +184,7 @@ class FullyShard:
             self._start(self.order[place - 1])
 
     def _reduce(self, group: Group) -> None:
-        """The end of a group's backward."""
+        """Reduce a group's gradients at the end of its backward."""
         pairs = zip(group.parameters, group.sizes, strict=True)
         reduced = [(parameter, size) for parameter, size in pairs if parameter.grad is not None]
         gradients = [parameter.grad for parameter, _ in reduced]
@@ -225,7 +225,7 @@ class FullyShard:
             del codes
 
     def _finish(self, group: Group) -> Tensor | None:
-        """Copy what has arrived; the buffer, which is freed unless somebody keeps it."""
+        """Copy the gathered parameters out; return the buffer, which is freed unless the caller holds it."""
         buffer, group.buffer = group.buffer, None
         if buffer is not None:
             group.whole = [self._empty(self.gpus * size, GATHERED) for size in group.sent]

@@ -1,8 +1,8 @@
-"""Count live storages on a device, op by op, in a dispatch mode.
+"""`Meter`, a dispatch mode that counts live storages on a device, op by op.
 
-A storage not seen before is an allocation, a weak reference tells when it is freed. That is what a GPU's caching
-allocator sees, if two things are added which no op returns: what the ops of `EXPANDED` do inside, and the library's
-workspaces. On the meta device a step of a 30B model takes half a second; on a CPU real steps are counted.
+A new storage is an allocation, and a weak reference reports when it is freed. A GPU's caching allocator would see the
+same, plus two things that no op returns: temporaries inside the ops of `EXPANDED`, and workspaces of libraries. On the
+meta device a step of a 30B model takes half a second; on a CPU real steps are counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def own(tensor: Tensor) -> Tensor:
 
 
 class Done(NamedTuple):
-    """An op that has run: how to make its result again, what it did (times.py), and the workspace that it took."""
+    """An op that has run: how to make its result again, its work (times.py), and the bytes of its workspace."""
 
     recipe: Any
     work: tuple[str, float] | None
@@ -53,7 +53,7 @@ class Done(NamedTuple):
         return args[0] if self.recipe is _SELF else _made(self.recipe)
 
 
-# By the op and what it is given: on meta tensors only shapes count, one op takes up to 18 ms, and 32 layers are alike.
+# Cache by op and arguments: on meta tensors only shapes matter, one op takes up to 18 ms, and 32 layers are equal.
 _done: dict[Any, Done] = {}
 META = torch.device("meta")
 _SELF = object()  # the recipe of an op that writes to its first argument and returns it
@@ -61,7 +61,7 @@ _NONE = object()  # of an op that must run again
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Done]:
-    """Run an op; on meta tensors remembered, but for results that lie in the memory of other arguments."""
+    """Run an op; on meta tensors results are cached, unless they share memory with arguments other than the first."""
     if func.is_view:
         return func(*args, **kwargs), Done(_NONE, None, 0)
     key = _key(func, args, kwargs)
@@ -113,7 +113,7 @@ def described(values: Any) -> tuple[Any, ...]:
 
 
 class Living(NamedTuple):
-    """Bytes that live in a phase: at its fullest moment, by category, and at its end."""
+    """Live bytes of a phase: at its peak, by category, and at its end."""
 
     label: str
     fullest: dict[str, int]
@@ -124,11 +124,10 @@ class Living(NamedTuple):
 
 
 class Meter(TorchDispatchMode):
-    """Counts what the ops inside it allocate and free; `work` is told of every op (times.py).
+    """Counts what the ops inside it allocate and free, and adds every op to `work` (times.py).
 
-    answer: what a value read from a meta tensor is taken for. transformers asks its inputs two questions, whether
-    nothing is padded and whether no row is packed. marks: (label, number of events before it). tags: of allocations by
-    their number.
+    answer: the value of any bool read from a meta tensor. transformers reads two of its inputs: that nothing is padded,
+    and that no row is packed. marks: (label, number of events before it). tags: names of allocations, by number.
     """
 
     def __init__(self, answer: bool = True, work: Work | None = None) -> None:
@@ -155,12 +154,12 @@ class Meter(TorchDispatchMode):
             self.numbers[storage._cdata] = -1
 
     def mark(self, label: str) -> None:
-        """Here begins the phase `label`."""
+        """Begin the phase `label`."""
         self.label = label
         self.marks.append((label, len(self.events)))
 
     def tag(self, tensor: Tensor, name: str) -> None:
-        """Remember what a living tensor is; the last name wins."""
+        """Name a live tensor's allocation; the last name wins."""
         if (number := self.number(tensor)) >= 0:
             self.tags[number] = name
 
@@ -169,20 +168,20 @@ class Meter(TorchDispatchMode):
         return self.numbers.get(tensor.untyped_storage()._cdata, -1)
 
     def alive(self) -> set[int]:
-        """Numbers of the allocations that live now."""
+        """Return the numbers of the live allocations."""
         return {number for number in self.numbers.values() if number >= 0}
 
     def places(self) -> list[str]:
-        """The phase in which each allocation was made."""
+        """Return the phase in which each allocation was made."""
         return [label for _, label in self.allocations]
 
     def stop(self) -> None:
-        """Look no more at what is freed."""
+        """Stop tracking frees."""
         self._references.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would wrap `__torch_dispatch__` to be left out of compiled code, at 10 us a call."""
+        """Return False: otherwise PyTorch wraps `__torch_dispatch__` to skip it in compiled code, at 10 us a call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +207,7 @@ class Meter(TorchDispatchMode):
             self.events.append((self._allocate(done.workspace), -done.workspace))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew that has been given, or has given back, its memory (`watch_resizes`)."""
+        """Count a storage that was resized, from or to 0 bytes (`watch_resizes`)."""
         number = self.numbers.get(storage._cdata)
         if number == -1:
             return
@@ -228,7 +227,7 @@ class Meter(TorchDispatchMode):
         return number
 
     def adopt(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Look when a storage is freed that an allocation has got."""
+        """Track a storage under an allocation's number until it is freed."""
         key = storage._cdata
         self.numbers[key] = number
         self._references[number] = weakref.ref(storage, functools.partial(self._free, key, number))
@@ -245,7 +244,7 @@ class Meter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watch_resizes(self) -> Iterator[None]:
-        """Inside, storages are counted as they are resized, as FSDP2 resizes those of gathered parameters."""
+        """Count resizes of storages inside the context: FSDP2 resizes those of gathered parameters."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: Any, size: int) -> Any:
@@ -260,8 +259,10 @@ class Meter(TorchDispatchMode):
             del torch.UntypedStorage.resize_
 
     def account(self, categories: Sequence[str], held: AbstractSet[int] = frozenset()) -> list[Living]:
-        """Living bytes of each phase, in order. categories: one for each allocation in the order of their numbers;
-        held: those that are counted to the end, whenever they were freed."""
+        """Return the live bytes of each phase, in order.
+
+        categories: one per allocation, by number. held: allocations that count as live to the end.
+        """
         events = self.events
         if held:
             events = [(number, 0 if size < 0 and number in held else size) for number, size in events]

@@ -1,10 +1,10 @@
-"""The phases of a training step, as hooks on a transformers model see them begin, predicted and measured.
+"""Split a training step into phases, by hooks on a transformers model; used for prediction and measurement.
 
     embedding | block 1 forward ... block L forward | final norm | loss |
     loss backward | block L backward ... block 1 backward | embedding backward | optimizer
 
-A vision tower's blocks come between embedding and block 1, and the connector after them; likewise backward. Of real
-steps on a GPU the caching allocator is asked at each boundary, on a CPU a `Meter` counts the tensors.
+A vision tower's blocks come between embedding and block 1, and the connector after them; likewise backward. In real
+steps memory is read at each boundary from a GPU's caching allocator; on a CPU a `Meter` counts the tensors.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def watch(
     flowing: Callable[[Tensor], None] = lambda _: None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Iterator[None]:
-    """Inside, `mark(label)` is called wherever a phase of the step begins, that of the optimizer if it is given.
+    """Call `mark(label)` at the beginning of each phase of a step; of the optimizer's too if it is given.
 
     Args:
         model: a transformers causal model; its blocks are numbered from 1.
-        flowing: called with the residual stream and its gradient wherever it passes from block to block.
+        flowing: called with the residual stream, and with its gradient, between blocks.
     """
     found = find_causal_model(model)
     if found is None:
@@ -119,7 +119,7 @@ def watch(
 
 
 class Allocator:
-    """Phases by a GPU's allocator."""
+    """Measures phases with a GPU's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.label, self.phases = device, "", list[Phase]()

@@ -1,8 +1,8 @@
-"""Peak memory of a training step by component, from shapes alone.
+"""Predict the peak memory of a training step by component, from shapes alone.
 
-Weights, remainders, moments and offload buffers are counted (FSDP2: this process' part), the rest is what a dry run of
-the step holds at its fullest moment. "libraries": cuBLAS' workspaces, which it gets from PyTorch's allocator, and what
-the allocator's multiples add to the sizes of lasting tensors. docs/memory.md explains the components.
+Weights, remainders, moments and offload buffers are counted (FSDP2: this process' part); the rest is the peak of a dry
+run of the step. "libraries": cuBLAS' workspaces, which come from PyTorch's allocator, and the allocator's rounding of
+the sizes of tensors that live for the whole step. docs/memory.md explains the components.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 900 * 2**20
 NCCL = 720 * 2**20
 MOST_TOKENS = 2**40  # whose tensors have sizes below 2**63 bytes
-# Components that are there during the whole step.
+# Components that exist during the whole step.
 LASTING = ("weights", "remainders", "moments", "offload buffers", "libraries")
 # One dry run at a time: it patches ops and PyTorch for all threads (`alike_blocks`, `Meter.watch_resizes`).
 _ALONE = threading.RLock()
@@ -48,11 +48,11 @@ class Prediction:
     """Bytes on each GPU.
 
     Attributes:
-        components: at the fullest moment, by name; their sum is the peak.
-        moment: the phase of that moment.
-        phases: of the whole step, in order; by_phase: components at the fullest moment of each.
+        components: at the step's peak, by name; their sum is the peak.
+        moment: the phase of the peak.
+        phases: of the whole step, in order; by_phase: components at the peak of each.
         parameters: of the model, all GPUs together.
-        host_bytes: page-locked host memory of offloaded states and kept activations.
+        host_bytes: page-locked host memory of offloaded states and saved activations.
         handle_bytes: cuBLAS' workspaces on Hopper, of what lasts, for each thread that multiplies: that of the forward
             and autograd's; a CPU has none.
         report: what `convert` did.
@@ -97,7 +97,7 @@ class Prediction:
 
 
 class Predictor:
-    """Predictions for one model; dry runs are kept, since optimizer options do not change them.
+    """Predictions for one model; dry runs are cached, since optimizer options do not change them.
 
     Args:
         config: transformers configuration of a causal model, or of one that `samples.sees`.
@@ -111,8 +111,10 @@ class Predictor:
         self._lasting = functools.cache(_lasting)
 
     def predict(self, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
-        """Memory of a step of `batch` rows of `sequence` tokens in one forward pass on each GPU. gpus: processes of
-        FSDP2 (`fully_shard` on every decoder layer and the model); 1 for none."""
+        """Predict the memory of a step of `batch` rows of `sequence` tokens in one forward pass on each GPU.
+
+        gpus: processes of FSDP2 (`fully_shard` on every decoder layer and the model); 1: no FSDP2.
+        """
         setup = setup or Setup()
         (_, parameters, report, _), run = self._run(batch, sequence, setup, gpus)
         lasting, host = self._lasting(parameters, setup, gpus)
@@ -127,7 +129,7 @@ class Predictor:
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
-        """Seconds of a step."""
+        """Predict the seconds of a step."""
         gpus = cluster.sharding
         (_, parameters, *_), run = self._run(batch, sequence, setup, gpus)
         lasting, host = self._lasting(parameters, setup, gpus)
@@ -139,7 +141,7 @@ class Predictor:
         return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
 
     def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[Trained, DryRun]:
-        """The model, and a dry run of it."""
+        """Return the model, and a dry run of it."""
         for name, value in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
             if value < 1:
                 raise ValueError(f"{name} {value!r} must be at least 1")
@@ -168,7 +170,7 @@ class Predictor:
 
 
 def predict(config: Any, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
-    """Peak memory of a training step of a model, from its transformers configuration: `Predictor.predict`."""
+    """Predict the peak memory of a training step of a model, from its configuration: see `Predictor.predict`."""
     return Predictor(config).predict(batch, sequence, setup, gpus)
 
 

@@ -1,7 +1,7 @@
-"""Blocks that are alike run once: what one's forward or backward allocates, frees and does is then played again.
+"""Run equal blocks of a dry run once: record what a block's forward or backward does, and replay it for the others.
 
-A model has tens of blocks with the same constants and shapes, and a dry run's time is that of their ops. They run
-inside one autograd node each (block/run.py), so that the `Meter` alone sees what happens there.
+A model has tens of blocks with the same constants and shapes, and a dry run's time is that of their ops. Each block is
+one autograd node (block/run.py), so only the `Meter` sees what happens inside, and a replay can update it directly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
     def tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        """One that lies there."""
+        """Return a tensor at this place of a storage."""
         return torch.empty(0, dtype=self.dtype, device=META).set_(storage, self.offset, self.shape, self.stride)
 
 
@@ -49,13 +49,13 @@ class Played(NamedTuple):
     work: Work
 
 
-# By function and what describes its arguments.
+# By function and description of its arguments.
 _played: dict[Any, Played] = {}
 
 
 @contextlib.contextmanager
 def alike_blocks(meter: Meter) -> Iterator[None]:
-    """Inside, the forward and the backward of blocks run once for all that are alike."""
+    """Run the forward and the backward of equal blocks once inside the context, and replay the others."""
     functions = {name: getattr(run, name) for name in ("block_forward", "block_backward")}
     for name, function in functions.items():
         setattr(run, name, functools.partial(_once, meter, function))
@@ -68,7 +68,7 @@ def alike_blocks(meter: Meter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Inside, PyTorch asks no mode."""
+    """Disable dispatch modes inside the context."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
@@ -122,7 +122,7 @@ def _seen(
 
 
 def _again(meter: Meter, known: Played, storages: list[torch.UntypedStorage], args: Sequence[Any]) -> Any:
-    """Do to the meter, and return, what the function did and returned for arguments that are alike."""
+    """Replay a recorded call for equal arguments: update the meter, and return an equal result."""
     first = meter.count
     made = {name: torch.UntypedStorage(size, device=META) for name, size in known.storages.items()}
     places = made | {~place: storage for place, storage in enumerate(storages)}
@@ -143,7 +143,7 @@ def _again(meter: Meter, known: Played, storages: list[torch.UntypedStorage], ar
 
 
 def _with(value: Any, kind: type, make: Callable[[Any], Any]) -> Any:
-    """The same lists and tuples, with others in the place of what is of a kind."""
+    """Return a copy of nested lists and tuples with each value of type `kind` replaced by `make` of it."""
     if isinstance(value, kind):
         return make(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""How a model is trained, as far as memory is concerned."""
+"""`Setup`: the training options that change a step's memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Setup:
     Attributes:
         accumulation: forward passes in an optimizer step.
         document_mask: rows hold several documents, so attention has a mask.
-        reduce_dtype: FSDP2 sums gradients in it; None: in theirs.
-        all_gather: "fp8": `overcoat.fp8_all_gather`; "bf16": FSDP2 gathers parameters as they are.
-        replicated: other GPUs hold the same, or the same parts, and FSDP2 sums gradients over them.
+        reduce_dtype: the dtype in which FSDP2 sums gradients; None: their own.
+        all_gather: "fp8": `overcoat.fp8_all_gather`; "bf16": FSDP2 gathers parameters in their own dtype.
+        replicated: other GPUs hold the same parameters or shards, and FSDP2 sums gradients over them.
         freeze_tower: a vision-language model's tower is not trained.
 
     Raises:
@@ -79,15 +79,15 @@ class Setup:
 
     @property
     def group(self) -> dict[str, Any]:
-        """The options of a parameter group."""
+        """Return the options of an optimizer's parameter group."""
         return {"moments": resolve_moments(self.moments), "master": self.master, "group_size": self.group_size}
 
     def without_optimizer(self) -> Setup:
-        """The same as far as a dry run depends on it: from the second pass on, gradients are there."""
+        """Return the setup reduced to what a dry run depends on."""
         of_optimizer = ("moments", "master", "group_size", "offload", "offload_buffer", "release_gradients")
         default = {name: getattr(Setup, name) for name in of_optimizer}
         return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)
 
     def of_model(self) -> Setup:
-        """The same as far as the model is concerned, and how it travels between processes."""
+        """Return the setup reduced to what the model and its all-gather depend on."""
         return dataclasses.replace(self.without_optimizer(), accumulation=1, reduce_dtype=None)

@@ -15,7 +15,7 @@ LEAST = 2**20
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, as a number."""
+    """Format bytes as a number of GiB."""
     return f"{size / GIBI:,.2f}"
 
 
@@ -51,7 +51,7 @@ def time_line(times: Times, tokens: int, cluster: Cluster) -> str:
 
 
 def not_converted(prediction: Prediction) -> str:
-    """A line for decoder layers that the recipe does not reach, or nothing."""
+    """Return a line on decoder layers that are not converted, or ""."""
     reasons = sorted(set(prediction.report.left_alone.values()) - {"Recipe.bf16()"})
     if not reasons:
         return ""
@@ -60,8 +60,8 @@ def not_converted(prediction: Prediction) -> str:
 
 
 def rung_table(room: Room, advice: Advice) -> str:
-    """The setup asked for and each change on top of the one before: bytes allocated (what PyTorch's own report of a
-    real step will say) and needed, largest batch, price."""
+    """Format the requested setup and each change on top of the previous one: bytes allocated (as PyTorch will report
+    them) and needed, largest batch, price."""
     lines = [f"{'':34s} {'allocated':>10s} {'needed GiB':>10s} {'largest batch':>13s}   price"]
     for rung in advice.rungs:
         name = "as asked" if rung.change is None else f"+ {rung.change.name}"
@@ -90,7 +90,7 @@ def recommendation(room: Room, advice: Advice) -> str:
 
 
 def as_data(prediction: Prediction, room: Optional[Room], advice: Optional[Advice]) -> dict[str, Any]:
-    """Everything above as plain data, sizes in bytes."""
+    """Return the whole estimate as plain data, sizes in bytes."""
     plain = ("components", "moment", "peak_bytes", "slack_bytes", "context_bytes", "total_bytes", "host_bytes")
     data = {name: getattr(prediction, name) for name in ("parameters", "batch", "sequence", "gpus")}
     data["setup"] = dataclasses.asdict(prediction.setup)

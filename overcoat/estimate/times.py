@@ -1,16 +1,16 @@
-"""How long a training step takes on an H200 or H100: what a dry run's ops do, by rates measured kernel by kernel.
+"""Predict the time of a training step on H200s or H100s, from a dry run's ops and measured rates of kernels.
 
-    products     2 M N K operations, by the kind of operands      gemm.jsonl; BF16 and block scales: model.jsonl
+    GEMMs        2 M N K operations, by the kind of operands      gemm.jsonl; BF16 and block scales: model.jsonl
     attention    2 S^2 operations a column, 5 backward            attention.jsonl
     the rest     bytes: every tensor that an op is given is read, every one that it makes or mutates is written
                                                                   kernels.jsonl
     optimizer    weights and states both ways, gradients twice    optimizer.jsonl
     FSDP2        two gathers, a reduction, and their copies       sharded.jsonl
-    offload      states and kept activations over PCIe            model.jsonl
-    the host     what it takes to queue an op: where the GPU takes less, it decides    layer.jsonl
+    offload      states and saved activations over PCIe           model.jsonl
+    the host     launch time per op, if it exceeds the GPU's time    layer.jsonl
 
-The names are files of benchmarks/results/, from which the rates are; `python -m tests.estimate.recorded` sets
-predictions beside every measured run that they hold.
+The rates come from these files of benchmarks/results/; `python -m tests.estimate.recorded` compares predictions with
+every measured run in them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HOSTS = 0.7, 1.7  # times as long on others
 NVLINK, PCIE, PCIE_BOTH = 370e9, 52e9, 43e9
 # Of transfers behind products, what shows: they take memory bandwidth, NCCL's processors as well.
 LINK_SHOWS, PCIE_SHOWS = 0.7, 0.5
-KEPT_SHOWS = 0.05  # of kept activations
+KEPT_SHOWS = 0.05  # of saved activations
 # From one host to another, for each GPU: 400 Gbit/s. Not measured.
 NETWORK = 50e9
 # Beside the measured runs; tests/estimate/test_recorded.py holds it.
@@ -52,7 +52,7 @@ _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in lists, tuples and dictionaries: an op's."""
+    """Return all tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -102,17 +102,17 @@ class Work(defaultdict[tuple[bool, str], float]):
         super().__init__(float)
 
     def add(self, kind: str, amount: float, backward: bool) -> None:
-        """Take an op into account (`work_of`)."""
+        """Add an op's work (`work_of`)."""
         self[backward, "launches"] += 1
         self[backward, kind] += amount
 
     def include(self, other: Work) -> None:
-        """Take all of another's ops into account."""
+        """Add all of another's work."""
         for key, amount in other.items():
             self[key] += amount
 
     def seconds(self, backward: bool, memory: float = 1.0) -> float:
-        """On the GPU alone; memory: bytes a second for those of an H200."""
+        """Return the seconds on the GPU, without the host; memory: the GPU's bandwidth relative to an H200's."""
         products = sum(self[backward, kind] / rate for kind, rate in PRODUCTS.items())
         passes = self[backward, "bytes"] / (memory * MEMORY) + self[backward, "launches"] * LAUNCH
         return products + passes + self[backward, "attention"]
@@ -125,7 +125,7 @@ def attention_seconds(batch: int, sequence: int, columns: int, backward: bool) -
 
 
 def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that an op reads and writes."""
+    """Return the bytes that an op reads and writes."""
     seen = {id(tensor): tensor for tensor in tensors_in((args, kwargs, out))}
     declared = zip(args, func._schema.arguments, strict=False)
     mutated = [arg for arg, how in declared if how.alias_info is not None and how.alias_info.is_write]
@@ -157,7 +157,7 @@ class Cluster(NamedTuple):
     gpu: str = "h200"
 
     def check(self) -> Cluster:
-        """Itself; ValueError if there is no such cluster."""
+        """Return itself. ValueError: the numbers do not make a cluster."""
         if self.gpus % self.nodes or not self.network > 0:
             raise ValueError(
                 f"--gpus {self.gpus} --nodes {self.nodes} --network {self.network / 1e9:g}: as many GPUs in each host, "
@@ -167,7 +167,7 @@ class Cluster(NamedTuple):
 
     @property
     def sharding(self) -> int:
-        """GPUs that share a model."""
+        """Return the number of GPUs that share a model."""
         return self.gpus // self.nodes if self.hybrid else self.gpus
 
 
@@ -175,7 +175,7 @@ ONE = Cluster()
 
 
 class Times(NamedTuple):
-    """Seconds of a step: the GPU's forward, backward and optimizer, what shows of transfers, and the host's."""
+    """Seconds of a step: the GPU's forward, backward and optimizer, transfers that these do not hide, and the host's."""
 
     forward: float
     backward: float
@@ -227,5 +227,5 @@ def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, clus
 
 
 def _shows(work: float, transfer: float, share: float) -> float:
-    """Seconds by which a transfer lengthens work that it goes on behind."""
+    """Return the seconds by which a concurrent transfer lengthens some work."""
     return max(work, transfer) + share * min(work, transfer) - work

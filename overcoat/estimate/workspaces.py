@@ -1,4 +1,4 @@
-"""Workspaces and shapes of fused attention on a GPU, for devices that run none."""
+"""Shapes and workspaces of a GPU's fused attention kernels, for dry runs on the meta device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _aten = torch.ops.aten
 
 
 def aligned(size: int) -> int:
-    """Bytes that an allocation of `size` bytes takes."""
+    """Return the bytes that an allocation of `size` bytes takes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def workspace(func: Any, args: Sequence[Any]) -> int:
-    """Bytes that attention allocates inside on a GPU and frees before it returns.
+    """Return the bytes that attention allocates on a GPU and frees before it returns.
 
     The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query. With
     grouped-query heads it holds dk and dv of every query head before it adds them up. Both as measured on an H200 with
@@ -80,8 +80,8 @@ def _masked(x: Tensor, mask: Tensor | None, num_q: int, num_kv: int) -> int:
 
 
 class LibraryAttention(TorchFunctionMode):
-    """On the meta device `F.scaled_dot_product_attention` would take the path that holds all scores; on a GPU the fused
-    kernels run, and this runs their shapes."""
+    """Replaces `F.scaled_dot_product_attention` on the meta device, where it would store all scores, by the shapes of
+    the fused kernels that run on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,1 +1,1 @@
-"""`overcoat eval`: trained models measured on text and on tasks, side by side."""
+"""`overcoat eval`: measure trained models on text and on tasks, side by side."""

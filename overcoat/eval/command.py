@@ -1,11 +1,11 @@
-"""`overcoat eval`: perplexity and tasks of one model or several, side by side.
+"""`overcoat eval`: measure perplexity and tasks of one or several models, side by side.
 
     overcoat eval runs/demo runs/demo/twin --text wiki.test.raw
     overcoat eval runs/llama-2-7b meta-llama/Llama-2-7b-hf --tasks paper --recipe bf16 --recipe default
     overcoat eval runs/demo/checkpoints/step-00000200 --text Salesforce/wikitext:wikitext-2-raw-v1:test --joined --json
 
 A TARGET is a run directory (its export/, else its newest checkpoint), a checkpoint, an exported folder, or a Hugging
-Face name; what Overcoat wrote is compared with its manifest first. Tasks are those of
+Face name; folders that Overcoat wrote are first compared with their manifest. Tasks are those of
 lm-evaluation-harness, by name or YAML file; "paper" stands for copa, arc_easy, sciq, hellaswag and gsm8k.
 """
 
@@ -39,7 +39,7 @@ from overcoat.train.sources import find_files, read_documents, rows
 from overcoat.train.tokenizer import load_tokenizer
 
 RECIPES = ("bf16", "default", "paper", "leanest")
-WINDOW = 2048  # tokens, where the model takes as many
+WINDOW = 2048  # tokens, if the model takes as many
 Result = dict[str, Any]
 
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Evaluate every target with every recipe; what is missing is found before a model is loaded."""
+    """Evaluate every target with every recipe, after checking all inputs before any model is loaded."""
     load_extra("rich", "hf", "overcoat eval")
     require(bool(parsed.text or parsed.tasks), "nothing to evaluate: give --text or --tasks")
     for name in ("window", "stride", "limit", "batch"):
@@ -81,7 +81,7 @@ def run(parsed: argparse.Namespace) -> int:
     if device.type == "cpu":
         compute_in_fp32()
     targets = [find_target(name) for name in parsed.targets]
-    with contextlib.redirect_stdout(sys.stderr):  # where notices of libraries belong, DeepSpeed's say
+    with contextlib.redirect_stdout(sys.stderr):  # for notices of libraries (DeepSpeed)
         texts = {text: _documents(text, parsed) for text in parsed.text}
         tasks = Tasks(names) if (names := task_names(parsed.tasks)) else None
         recipes = list(dict.fromkeys(parsed.recipe or ["bf16"]))
@@ -144,7 +144,7 @@ def _evaluate(
 
 
 def _ran(model: Any, report: overcoat.Report | None) -> str:
-    """In which precision the layers ran at the last forward."""
+    """Return the precision in which the layers ran in the last forward."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     if report is None:
         return dtype
@@ -155,7 +155,7 @@ def _ran(model: Any, report: overcoat.Report | None) -> str:
 
 
 def _print_table(results: list[Result]) -> None:
-    """A column for each target and recipe, a row for each figure."""
+    """Print a table with a column for each target and recipe, a row for each figure."""
     from rich.console import Console
     from rich.table import Table
 
@@ -174,7 +174,7 @@ def _print_table(results: list[Result]) -> None:
                     f"  {'forward in' if key == 'ran' else key.replace('_', ' ')}",
                     *(_written(column, key) for column in columns),
                 )
-    with console.capture() as written:  # rich has its own way with a reader that left
+    with console.capture() as written:  # rich handles a closed pipe differently
         console.print(table)
     print(written.get(), end="")
 
@@ -193,8 +193,8 @@ def _written(figures: dict[str, Any], key: str) -> str:
 
 
 class Target(NamedTuple):
-    """name: as it was asked for. place: the folder with the weights, or a name on the Hugging Face hub. special_tokens:
-    how the run read those that a text spells out."""
+    """name: as given. place: the folder with the weights, or a name on the Hugging Face hub. special_tokens: how the
+    run treated special tokens that a text spells out."""
 
     name: str
     place: str
@@ -216,7 +216,7 @@ def find_target(name: str) -> Target:
         folder = made[0]
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{name} holds adapters without their model, which are not put together here: give the training command "
+            f"{name} holds adapters without their model, which this command does not merge: run the training command "
             "again with lora.merge=true, or save the result of merge_and_unload()"
         )
     if not (folder / "config.json").exists():

@@ -1,7 +1,7 @@
-"""Charts as HTML: lines in an SVG that stretches to whatever width there is, text beside it that does not.
+"""Charts as HTML: lines in an SVG that stretches to the page's width, with text next to it that does not stretch.
 
-Colours are variables of the page's style, so light and dark are the reader's own. Data lie in the page once more, as
-JSON, for the values at the pointer.
+Colours are variables of the page's style, so they follow the reader's light or dark mode. The page also contains the
+data as JSON, to show values at the pointer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Points = list[tuple[float, float]]
 
 
 class Series(NamedTuple):
-    """color: a variable of the style; look: "line", "faint", "dots", "dashed", or of phases "steps" or "area". Areas
-    that are stacked come from the highest down, each with the sum of those below."""
+    """color: a variable of the style; look: "line", "faint", "dots", "dashed", or for phases "steps" or "area". Stacked
+    areas come from the highest down, each with the sum of those below."""
 
     name: str
     color: str
@@ -32,7 +32,7 @@ class Series(NamedTuple):
 
 
 def thinned(points: Points) -> Points:
-    """At most about `MOST_POINTS` of them: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Return at most about `MOST_POINTS` points: the lowest and highest of each interval, so that no spike is lost."""
     size = math.ceil(len(points) / (MOST_POINTS // 2))
     if size <= 2:
         return points
@@ -42,7 +42,7 @@ def thinned(points: Points) -> Points:
 
 
 def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[float]:
-    """Round numbers between two others; if `log` powers of ten, or 1, 2 and 5 of each."""
+    """Return round numbers between low and high; if `log` powers of ten, or 1, 2 and 5 times these."""
     ticker = load_extra("matplotlib.ticker", "hf", "overcoat report")
     factors = (1.0, 2.0, 5.0) if log and high / low < 100 else (1.0,)
     locator = ticker.LogLocator(subs=factors, numticks=7) if log else ticker.MaxNLocator(count, steps=[1, 2, 5, 10])
@@ -51,7 +51,7 @@ def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[fl
 
 
 def short(value: float, most: float) -> str:
-    """A number as an axis up to `most` has it."""
+    """Format a number for an axis up to `most`."""
     for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if most >= 10 * unit and value:
             return f"{value / unit:.4g}{name}"
@@ -62,17 +62,17 @@ def chart(
     title: str, unit: str, series: Iterable[Series], *, x_name: str = "step", log: bool = False, zero: bool = False,
     labels: list[str] | None = None, note: str = "", settles: bool = False,
 ) -> str:  # fmt: skip
-    """A chart of what is finite, or nothing where no series has a point.
+    """Return a chart of the finite points, or "" if no series has one.
 
     Args:
         log: a logarithmic axis where values span a factor of five and more.
         zero: the axis begins at 0.
-        settles: the first twentieth of a long line does not widen the axis, and may leave it.
-        labels: of a step's phases, which x = 0, 1, ... are; the axis has their kinds.
+        settles: the first twentieth of a long line does not widen the axis, and may be outside it.
+        labels: names of a step's phases, at x = 0, 1, ...; the axis shows their kinds.
     """
     known = [one._replace(points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
     drawn = [one._replace(look="dots") if len(one.points) == 1 else one for one in known if one.points]
-    faint = [one for one in drawn if one.look != "faint"] or drawn  # what is faint may be cut off
+    faint = [one for one in drawn if one.look != "faint"] or drawn  # faint lines may be cut off
     values = [y for one in faint for _, y in one.points[_left_out(one, settles) :] if y > 0 or not log]
     if not values:
         return ""

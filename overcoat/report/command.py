@@ -1,4 +1,4 @@
-"""`overcoat report`: one or several runs as one HTML page, which needs no network.
+"""`overcoat report`: show one or several runs as one HTML page, which needs no network.
 
     overcoat report runs/demo
     overcoat report runs/a runs/b runs/c -o comparison.html
@@ -88,7 +88,7 @@ def _named(run: Run, runs: list[Run]) -> str:
 
 
 def figures(runs: list[Run]) -> str:
-    """A column for each run."""
+    """Return the table of figures, one column per run."""
     lines: list[tuple[str, list[str]]] = [(name, [_or_dash(of, run) for run in runs]) for name, of in FIGURES]
     for task in dict.fromkeys(name for run in runs for name in _tasks(run)):
         lines.append((f"{task}, BF16", [_or_dash(lambda run: f"{_tasks(run)[task][-1][1]:.4f}", run) for run in runs]))  # noqa: B023
@@ -113,7 +113,7 @@ def _skipped(run: Run) -> list[int]:
 
 
 def _tasks(run: Run) -> dict[str, Points]:
-    """Figures of tasks over steps."""
+    """Return the results of tasks over steps."""
     found: dict[str, Points] = {}
     for step, row in run.metrics["tasks"].items():
         for name, value in row.items():
@@ -144,7 +144,7 @@ FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
 
 
 def training(runs: list[Run]) -> Iterator[str]:
-    """Charts of what changes from step to step: over tokens, if not all steps have as many."""
+    """Yield charts of losses, speed and the like over steps, or over tokens if steps differ in tokens."""
     by_tokens = len({run.tokens(step) / step for run in runs for step in run.metrics["train"]}) > 1
     x_name = "million tokens" if by_tokens else "step"
 
@@ -184,8 +184,7 @@ def training(runs: list[Run]) -> Iterator[str]:
 
 
 def memory(run: Run, place: int) -> str:
-    """Chart a step's memory, phase by phase: components as estimated, and the peaks as measured where memory.report
-    was."""
+    """Chart a step's memory by phase: estimated components, and the measured peaks if memory.report was on."""
     prediction, measured = run.prediction, run.memory.get("measured", [])
     if isinstance(prediction, str):
         why = f"No estimate: {escape(prediction)}."
@@ -221,7 +220,7 @@ def memory(run: Run, place: int) -> str:
 
 
 def ranges(run: Run) -> str:
-    """Shares of zeros and of the largest code: of the last sample by layer, and over the steps."""
+    """Show the shares of zeros and of the largest code: of the last sample by layer, and over the steps."""
     samples = run.metrics["fp8"]
     step, last = next(reversed(samples.items()))
     products = list(dict.fromkeys(product for layer in last["ranges"].values() for product in layer))
@@ -272,7 +271,7 @@ def _over_steps(samples: dict[int, dict[str, Any]], number: int) -> Iterator[Ser
 
 
 def configurations(runs: list[Run]) -> str:
-    """Keys in which runs differ, and each whole configuration, folded."""
+    """Show the keys in which runs differ, and each whole configuration, folded."""
     keys = [key for key in all_keys() if not key.startswith(UNTOLD)]
     values = {key: [operator.attrgetter(key)(run.config) for run in runs] for key in keys}
     differing = {key: found for key, found in values.items() if any(value != found[0] for value in found)}

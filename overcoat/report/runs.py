@@ -1,4 +1,4 @@
-"""Data of a run for the report: everything in its directory, and the estimate of its step."""
+"""Read a run for the report: the files in its directory, and the estimate of its step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from overcoat.train.metrics import METRICS, Row, is_count, read_metrics
 
 @dataclass
 class Run:
-    """metrics: of `read_metrics`. result: the run's entry in results.json, {} before its end. memory: memory.json, or
-    {}. prediction: of its step on a GPU, or why there is none."""
+    """metrics: from `read_metrics`. result: the run's entry in results.json, {} before its end. memory: memory.json, or
+    {}. prediction: the estimate of its step on a GPU, or why there is none."""
 
     name: str
     folder: Path
@@ -32,15 +32,20 @@ class Run:
     prediction: Prediction | str
 
     def tokens(self, step: int) -> int:
-        """Trained on by the end of a step, by all processes together. A run may resume with other rows in a step; what
-        older runs did not record is taken from the configuration."""
+        """Return the tokens that all processes have trained on by the end of a step.
+
+        A run may resume with another batch size. If an older run did not record them, they follow from the
+        configuration.
+        """
         supposed = step * self.config.train.rows_per_step * self.config.data.sequence_length
         return self.metrics["train"].get(step, {}).get("total_tokens", supposed)
 
 
 def read_runs(names: list[str]) -> list[Run]:
-    """The runs of these directories, and the second runs ([compare]) inside them. ValueError: a directory is no run, or
-    has nothing to show yet."""
+    """Return the runs of these directories, and the second runs ([compare]) inside them.
+
+    ValueError: a directory is no run, or has nothing to show yet.
+    """
     if not all(map(str.strip, names)):
         raise ValueError("a RUN is empty: give the directory of a run")
     folders: list[Path] = []
@@ -67,8 +72,10 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _json(path: Path, key: str) -> dict[str, Any]:
-    """The object in a file, with a list of objects under `key`, empty where there is no file. ValueError: the file
-    holds something else."""
+    """Return the JSON object in a file, with a list of objects under `key`; {} if there is no file.
+
+    ValueError: the file holds something else.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {key: []}
         if not isinstance(found[key], list) or not all(isinstance(each, dict) for each in found[key]):
@@ -80,7 +87,7 @@ def _json(path: Path, key: str) -> dict[str, Any]:
 
 
 def _check_shown(found: dict[str, Any], key: str) -> None:
-    """TypeError: what the page shows of a file is missing or of another type."""
+    """Raise TypeError if a value that the page shows is missing or of another type."""
     figures = []
     for each in found[key]:
         named = ("peak",) if key == "measured" else each.keys() & {"num_parameters", "kept_bytes", "optimizer_bytes"}
