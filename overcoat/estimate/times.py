@@ -134,8 +134,8 @@ def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 class Sizes(NamedTuple):
-    """Bytes: of all weights, as FSDP2 gathers them and as it sums their gradients; of this process' part of those that
-    are trained, their states, states in host memory, and kept activations there."""
+    """Bytes of all weights, as FSDP2 gathers them and as it sums their gradients; of this process' part of the trained
+    ones, their states, states in host memory, and saved activations there."""
 
     weights: int
     gathered: int
@@ -175,7 +175,7 @@ ONE = Cluster()
 
 
 class Times(NamedTuple):
-    """Seconds of a step: the GPU's forward, backward and optimizer, transfers that these do not hide, and the host's."""
+    """Seconds of a step: the GPU's forward, backward and optimizer, transfers that they do not hide, the host's."""
 
     forward: float
     backward: float

@@ -4,8 +4,8 @@
     overcoat report runs/a runs/b runs/c -o comparison.html
 
 Losses, speed, memory, gradient norms and learning rates over the steps; the memory of a step by component; how FP8
-operands use their range (train.fp8_every); what the configurations differ in; samples. A run of [compare] brings its
-second run along. The page refers to nothing outside of itself.
+operands use their range (train.fp8_every); differences of the configurations; samples. A run with [compare] also shows
+its second run. The page refers to nothing outside itself.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _check_shown(found: dict[str, Any], key: str) -> None:
 
 
 def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -> Prediction | str:
-    """The estimate for what the run ended with: its model, and how many rows passed at once."""
+    """Return the estimate for the run's model and its last micro-batch size, or why there is none."""
     if config.not_estimated:
         return config.not_estimated
     made = [folder / "export", *list_checkpoints(checkpoint_dir(config))]

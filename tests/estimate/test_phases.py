@@ -89,7 +89,7 @@ KNOWN = {family.layer: (family, sample) for family, sample in reversed(SAMPLES)}
 @pytest.mark.parametrize(
     ("family", "sample"),
     mostly_nightly(SAMPLES, [case for case in SAMPLES if case[1] in (*DISTINCT, *TOWERS)]),
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else each.layer,
 )
 def test_no_family_keeps_more_than_seven_u(family, sample):
     """Two thirds of it is what every block needs: the inputs of its layers in 8 bits, attention, gate and up."""
