@@ -40,7 +40,7 @@ COMMANDS = {
     "report": "one or several runs as an HTML page",
 }
 
-# What to do about a system's error, whoever met it; the same command goes on from the newest checkpoint.
+# Remedies for system errors of any command; the same command continues from the newest checkpoint.
 _SPACE = "free some space there, then the same command goes on"
 _PLACE = "name another path"
 _ACCESS = "change its permissions or name another path, then the same command goes on"

@@ -115,7 +115,7 @@ def _has_wide_moments(setup: Setup) -> bool:
 _LOSS, _ROUNDING = "nothing: the loss is computed in chunks, without all logits", "the 8-bit rounding of the moments"
 CHANGES = (
     Change("recipe.head = bf16", _LOSS, {"head": "bf16"}, True, lambda setup: setup.recipe.head is None),
-    Change("recipe.name = default", "products in FP8", {"fp8": True}, True),
+    Change("recipe.name = default", "GEMMs in FP8", {"fp8": True}, True),
     Change(
         "recipe.kept_attention = 8bit", "the 8-bit rounding of what attention keeps", {"kept_attention": "8bit"}, True,
         lambda setup: setup.recipe.fp8 and setup.recipe.checkpoint is None,

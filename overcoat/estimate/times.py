@@ -40,7 +40,7 @@ LAUNCH, HOST = 4e-6, 95e-6
 HOSTS = 0.7, 1.7  # times as long on others
 # Bytes a second: between two GPUs of a host; over PCIe one way, and each way if both at once.
 NVLINK, PCIE, PCIE_BOTH = 370e9, 52e9, 43e9
-# Of transfers behind products, what shows: they take memory bandwidth, NCCL's processors as well.
+# Shares of transfers behind GEMMs that are not hidden: they use memory bandwidth, NCCL also multiprocessors.
 LINK_SHOWS, PCIE_SHOWS = 0.7, 0.5
 KEPT_SHOWS = 0.05  # of saved activations
 # From one host to another, for each GPU: 400 Gbit/s. Not measured.

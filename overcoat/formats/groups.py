@@ -147,5 +147,5 @@ def empty_groups(x: Tensor, code: str, group_size: int) -> Quantized:
 def group_code(name: str) -> GroupCode:
     """Return a code by name. ValueError: an unknown one."""
     if name not in GROUP_CODES:
-        raise ValueError(f"unknown kept-tensor code {name!r}; choose one of {', '.join(GROUP_CODES)}")
+        raise ValueError(f"unknown code of saved tensors {name!r}; choose one of {', '.join(GROUP_CODES)}")
     return GROUP_CODES[name]

@@ -5,7 +5,7 @@ the BF16 weight already holds half of its bits. FP32 bits are read as a sign and
 with the value across all exponents, zero and denormals included:
 
     "bf16+16"   bits = (p << 16) + r,  r int16     p = (bits + 2^15) >> 16: the nearest BF16;  exact FP32
-    "bf16+8"    bits = (p << 16) + (r << 8), int8  the top 24 bits of FP32: 2^8 levels between BF16 neighbours
+    "bf16+8"    bits = (p << 16) + (r << 8), int8  the top 24 bits of FP32: 2^8 levels between adjacent BF16 values
     "bf16"      bits = p << 16                     nothing extra
     "fp32"      the parameter itself is FP32
 

@@ -651,7 +651,7 @@ def activation_backward(
     """dz, in FP8 in both layouts or in 16 bits, and h.
 
     Args:
-        dh: (T, I), gradient of h; codes, group_amax: as kept.
+        dh: (T, I), gradient of h; codes, group_amax: as saved.
         scale: that of h, from `activation_quantize`; None: block scales, dz in 16 bits.
         fmt: "e4m3" or "e5m2", amax: max |dz| or more, and has_bias: whether z's projection has a bias; None, None and
             False for 16 bits.

@@ -41,9 +41,9 @@ def gemm(
             to FP32 every few instructions.
         residual: (M, N) or None; on a GPU it is added after rounding unless cublaslt.py runs the GEMM.
     """
-    product = (decode_float8(a) @ decode_float8(b).t()) * (scale_a * scale_b)
-    product = product if bias is None else product + bias.float()
-    return (product if residual is None else product + residual.float()).to(dtype)
+    result = (decode_float8(a) @ decode_float8(b).t()) * (scale_a * scale_b)
+    result = result if bias is None else result + bias.float()
+    return (result if residual is None else result + residual.float()).to(dtype)
 
 
 @functools.cache
@@ -102,8 +102,8 @@ def block_gemm(
         wide_b = dequantize_blocks(Quantized(b, scale_b[:, : blocks(b.shape[1])]), (BLOCK, BLOCK))
     else:
         wide_b = dequantize_blocks(Quantized(b, scale_b.t()), (1, BLOCK))
-    product = wide_a @ wide_b.t()
-    return (product if bias is None else product + bias.float()).to(dtype)
+    result = wide_a @ wide_b.t()
+    return (result if bias is None else result + bias.float()).to(dtype)
 
 
 @block_gemm.fake

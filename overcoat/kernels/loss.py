@@ -260,7 +260,7 @@ class _Head:
 
 
 class _Float8Head:
-    """The same products in FP8, one scale per tensor: hidden and weight in E4M3, dx in `fmt`."""
+    """The head's three GEMMs in FP8, one scale per tensor: hidden and weight in E4M3, dx in `fmt`."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, fmt: str) -> None:
         self.hidden, self.fmt, self.dtype = hidden, fmt, hidden.dtype

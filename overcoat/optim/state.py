@@ -201,7 +201,7 @@ def check_groups(
         for option, before in zip(FORMAT_OPTIONS, old or (), strict=False):
             if has_states and group[option] != before:
                 raise ValueError(
-                    f"param_groups[{number}][{option!r}] is {group[option]!r}, but its states are kept under "
+                    f"param_groups[{number}][{option!r}] is {group[option]!r}, but its states are stored with "
                     f"{before!r}; set it back, or start anew after optimizer.state.clear()"
                 )
         # Lists may be changed in place.

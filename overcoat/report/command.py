@@ -226,12 +226,12 @@ def ranges(run: Run) -> str:
     products = list(dict.fromkeys(product for layer in last["ranges"].values() for product in layer))
     panels = "".join(_heat(last["ranges"], products, operand) for operand in OPERANDS)
     charts = "".join(
-        chart(title, "share of codes: median and worst product", _over_steps(samples, number), zero=True)
+        chart(title, "share of codes: median and worst GEMM", _over_steps(samples, number), zero=True)
         for number, title in ((1, "Zero"), (0, "At the largest code"))
     )
     note = (
-        f"{escape(run.name)}, step {step:,}: share of codes that are zero, in each layer's products. "
-        "Zeros are what underflowed and what was zero before. The pointer tells the rest."
+        f"{escape(run.name)}, step {step:,}: share of codes that are zero, in each layer's GEMMs. "
+        "Zeros have underflowed or were zero before. Hover over a cell for more."
     )
     return f"<p class=soft>{note}</p><div class=panels>{panels}</div><div class=grid>{charts}</div>"
 

@@ -481,10 +481,10 @@ def test_wrong_options_of_the_whole_optimizer_are_named(options, words):
         (
             "moments",
             "fp8",
-            r"param_groups\[0\]\['moments'\] is \('e4m3x', 'e4m3x'\).*under \('ratio8', 'log8'\); set it",
+            r"param_groups\[0\]\['moments'\] is \('e4m3x', 'e4m3x'\).*with \('ratio8', 'log8'\); set it",
         ),
         ("moments", ("sqrt8", "log8"), "moments"),  # of the same dtype
-        ("master", "bf16+16", "param_groups.*'master'.*is 'bf16.16', but its states are kept under 'auto'"),
+        ("master", "bf16+16", "param_groups.*'master'.*is 'bf16.16', but its states are stored with 'auto'"),
         ("group_size", 64, "group_size"),
     ],
 )
