@@ -66,9 +66,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    # Else PyTorch's CPU threads spin for one that waits for its core: beside other work a run takes 20 times as long.
+    # Otherwise PyTorch's CPU threads spin while one waits for a core: next to other work a run takes 20 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Without a network the hub says six times that it tries again, before our one line that names what is missing.
+    # Without a network the hub library logs six retries, before our one line that names what is missing.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     parser = _Parser(prog="overcoat", description="Train large models in FP8 (COAT).")
     parser.add_argument("--version", action="version", version=f"overcoat {VERSION}")

@@ -30,7 +30,7 @@ CONNECTOR, PATCHES_BACKWARD = "connector", "patch embedding backward"
 
 
 class Phase(NamedTuple):
-    """A part of a step: the most bytes allocated in it, and those at its end."""
+    """A phase of a step: the most bytes allocated in it, and those at its end."""
 
     label: str
     peak: int
@@ -38,7 +38,7 @@ class Phase(NamedTuple):
 
 
 def kind_of(label: str) -> str:
-    """ "forward", "loss", "backward" or "optimizer"."""
+    """Return "forward", "loss", "backward" or "optimizer"."""
     if label in (LOSS, LOSS_BACKWARD):
         return "loss"
     if label == OPTIMIZER:

@@ -175,7 +175,7 @@ def predict(config: Any, batch: int, sequence: int, setup: Optional[Setup] = Non
 
 
 def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]:
-    """Components, those of libraries last."""
+    """Merge the components, "libraries" last."""
     found = {**lasting, **moving, GRADIENTS: lasting[GRADIENTS] + moving.get(GRADIENTS, 0)}
     found["libraries"] = found.pop("libraries")
     return found

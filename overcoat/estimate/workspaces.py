@@ -56,7 +56,7 @@ def _accumulators(elements: int, queries: int) -> int:
 
 
 def _all_pairs(mask: Tensor | None, x: Tensor, batch: int) -> tuple[Tensor | None, int]:
-    """The mask that a kernel gets for x (T, columns), and its bytes where it is made for it: of `starts`, in FP32."""
+    """Return the mask that a kernel gets for x (T, columns), and its bytes if made for it (from `starts`, in FP32)."""
     if not is_starts(mask) or x.dtype != torch.float32:
         return mask, 0
     sequence = x.shape[0] // batch
@@ -65,7 +65,7 @@ def _all_pairs(mask: Tensor | None, x: Tensor, batch: int) -> tuple[Tensor | Non
 
 
 def _is_grouped(mask: Tensor | None) -> bool:
-    """True if the kernel takes grouped k and v as they are: cuDNN's (`kernels.attention.chosen`)."""
+    """True if the kernel takes grouped k and v without repeating them: cuDNN's (`kernels.attention.chosen`)."""
     return mask is None or is_starts(mask) or mask.shape[-1] % 128 == 0
 
 
