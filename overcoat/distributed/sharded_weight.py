@@ -245,9 +245,9 @@ class Maxima(abc.ABC):
         self.is_stale = self.is_stale or any(id(weight.param.sharded_param) in held for weight in self.weights)
 
     def check(self, weights: Sequence[ShardedWeight]) -> None:
-        """Return True if weights have changed; this is the same in all processes.
+        """Mark the maxima as stale if weights have changed, in all processes or in none.
 
-        RuntimeError: a local shard was written to.
+        RuntimeError: a local shard was written to by itself.
         """
         for weight in weights:
             if self.is_stale or (versions := weight.versions()) == self.seen[weight]:

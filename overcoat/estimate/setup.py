@@ -83,7 +83,7 @@ class Setup:
         return {"moments": resolve_moments(self.moments), "master": self.master, "group_size": self.group_size}
 
     def without_optimizer(self) -> Setup:
-        """Return the setup reduced to what a dry run depends on."""
+        """Return the setup reduced to what a dry run depends on; passes after the second are like the second."""
         of_optimizer = ("moments", "master", "group_size", "offload", "offload_buffer", "release_gradients")
         default = {name: getattr(Setup, name) for name in of_optimizer}
         return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)

@@ -57,7 +57,7 @@ def _divider() -> Optional[str]:
     """Return the calling optimizer's name if it divides parameters, found in the call stack."""
     frame, (modules, names) = sys._getframe(1).f_back, DIVIDERS
     while frame is not None:
-        # Drop the references to frames: they would keep the frames' locals alive.
+        # Read f_locals of these frames only: a frame keeps the locals it has shown alive.
         if frame.f_globals.get("__name__", "").startswith(modules):
             owner = type(frame.f_locals.get("self"))
             if any(cls.__name__ in names for cls in owner.__mro__):
