@@ -4,8 +4,8 @@
     h = f(gate) * up                  z (T, 2I) = gate, up        gated
 
 One family of kernels serves all activations, gated or not. To add one, write f and its derivative in PyTorch and in
-Triton, and add an entry to `ACTIVATIONS`. The two agree bit for bit on a GPU: both use the GPU's exp2 and reciprocal
-(hardware.py), and an fma for each product that is added to something.
+Triton, and add an entry to `ACTIVATIONS`; docs/add-a-model.md names the other places. The two agree bit for bit on a
+GPU: both use the GPU's exp2 and reciprocal (hardware.py), and an fma for each product that is added to something.
 
 Forward. One scale per tensor: one pass over z writes its 8-bit groups and finds max |h|, a second writes h in FP8.
 Block scales: one pass does both. h is not saved: the backward recomputes it from the codes, and `activation_decode`
@@ -220,7 +220,10 @@ def _quick_gelu(x):
 class Activation(NamedTuple):
     """An entry of `ACTIVATIONS`. For |x| <= a, |f(x)| must be at most f(a), and |f'(x)| at most f'(min(a, peak)).
 
-    reference: value and derivative in PyTorch; device: the same in Triton; peak: x of the largest derivative.
+    Without a gate f(0) must be 0, since tiles are filled up with zeros.
+
+    reference: value and derivative in PyTorch; device: the same in Triton; peak: x of the largest derivative, inf if it
+    never falls.
     """
 
     reference: Callable[[Tensor], Tuple[Tensor, Tensor]]

@@ -148,7 +148,7 @@ def gated_mlp(
 ) -> Modules:
     """The branch of an MLP down_proj(act(gate_proj(x)) * up_proj(x)).
 
-    activation: transformers' name; else the configuration's hidden_act. into: instead of gate_proj and up_proj; one
+    activation: transformers' name; else the configuration's hidden_act. in_proj: instead of gate_proj and up_proj; one
     layer makes both, with rows of gate, then up. layer_scale, scale: `Modules`.
     """
     in_proj = (module.gate_proj, module.up_proj) if in_proj is None else in_proj
@@ -166,7 +166,7 @@ def plain_mlp(
     post: Any = None,
     layer_scale: Any = None,
 ) -> Modules:
-    """The branch of an MLP out(act(into(x)))."""
+    """The branch of an MLP out_proj(act(in_proj(x)))."""
     return Modules(Mlp(activation_of(activation), False), module, (in_proj,), out_proj, (), pre, post, layer_scale)
 
 
@@ -185,7 +185,7 @@ def norm_eps(norm: Any) -> float:
 
 
 def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block:
-    """A layer's parameters, as `run_block` takes them, of the branches that have a core."""
+    """A layer's parameters, as `run_block` takes them, of the branches that have a mixer."""
     made = [_branch(modules, family) for modules in branches if modules.mixer is not None]
     for place, (_, _, _, _, pre, *_) in enumerate(made[1:], 1):
         if pre is not None and pre.weight is not None and branches[place].pre is branches[0].pre:

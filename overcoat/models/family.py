@@ -37,7 +37,7 @@ class Modules(NamedTuple):
         puts others in their place.
     norm_after_residual: whether `post` is of the sum.
     around: further modules whose forward this stands in for.
-    orders: of `in_proj`, and scale of `out_proj`: as `block.spec.Linear` has them.
+    orders: of `in_proj`, and scale of `out_proj`, so before `post`: as `block.spec.Linear` has them.
     """
 
     mixer: Any
