@@ -45,7 +45,7 @@ TINY = {
 
 
 def support_matrix() -> str:
-    """A table of the model types that convert, and a list of those that do not.
+    """A table of the model types whose layers have a family, and lists of some others.
 
     Raises:
         ValueError: a supported decoder layer belongs to none of MODEL_TYPES.
@@ -54,7 +54,7 @@ def support_matrix() -> str:
         "| model | model_type | decoder layer | in FP8 | kept | loss without logits |",
         "|---|---|---|---|---|---|",
     ]
-    others, seen = [], set()
+    proposed, others, seen = [], [], set()
     for model_type in MODEL_TYPES:
         title, report = conversion(model_type)
         if report is None or not report.converted:
@@ -64,11 +64,15 @@ def support_matrix() -> str:
         kind = report.layers[-1].kind  # the text's, which comes after a tower's
         seen.add(kind)
         family = family_of_layer(kind)
+        if family is None:
+            proposed.append(title)
+            continue
         parts = "all but router and experts" if "router" in report.layers[-1].detail else "all"
         lines.append(f"| {title} | `{model_type}` | `{kind}` | {parts} | {kept(family)} | {head} |")
     if missing := supported_layers() - seen:
         raise ValueError(f"docs/generate.py: add the model types of {', '.join(sorted(missing))} to MODEL_TYPES")
-    return "\n".join(lines) + "\n\nLeft alone, among others: " + ", ".join(others) + "."
+    rest = f"Found by their structure: {', '.join(proposed)}. Running their own forward: {', '.join(others)}."
+    return "\n".join(lines) + "\n\nAmong others: " + rest
 
 
 def supported_layers() -> set[str]:
@@ -79,10 +83,10 @@ def supported_layers() -> set[str]:
 
 
 def family_of_layer(kind: str) -> Any:
-    """The family of a decoder layer's class name."""
+    """The family of a decoder layer's class name, or None."""
     from overcoat.models.family import families
 
-    return next(family for family in families() if family.layer == kind)
+    return next((family for family in families() if family.layer == kind), None)
 
 
 def kept(family: Any) -> str:

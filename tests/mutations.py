@@ -45,7 +45,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("master: remainder of another width", "formats/masters.py",
      "<< (8 if remainder.dtype", "<< (7 if remainder.dtype", "formats/test_masters.py"),
     ("loss: hidden labels count", "kernels/loss.py",
-     "    real = labels != ignore_index", "    real = labels != ignore_index - 1", "kernels/test_loss.py"),
+     "    counted = labels != ignore_index", "    counted = labels != ignore_index - 1", "kernels/test_loss.py"),
     ("padding of tokens", "kernels/quantize.py",
      "(tokens + TOKEN_MULTIPLE - 1) // TOKEN_MULTIPLE", "tokens // TOKEN_MULTIPLE", "kernels/test_quantize.py"),
     ("attention: lse without its mask", "kernels/attention.py",

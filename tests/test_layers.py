@@ -6,6 +6,7 @@ import ast
 import functools
 from graphlib import TopologicalSorter
 
+from overcoat.models import family
 from tests.mutations import MUTATIONS, ROOT
 
 MODULES = {
@@ -84,3 +85,8 @@ def test_mutations_are_of_code_that_is_there() -> None:
     """`python -m tests.mutations` takes an hour; that a text is gone shows at once."""
     for mutation in MUTATIONS:
         assert (ROOT / "overcoat" / mutation.path).read_text().count(mutation.text) == 1, mutation.name
+
+
+def test_every_file_of_families_is_imported() -> None:
+    files = {path.stem for path in (ROOT / "overcoat/models/families").glob("*.py")} - {"__init__"}
+    assert {*family.MODULES} == files

@@ -512,7 +512,8 @@ def kind_of(layer: nn.Module, family: Family) -> Any:
     configs: dict[int, Any] = {}
     for module in layer.modules():
         cls, own = original_class(module), vars(module)
-        if "forward" in own or has_hooks(module, HARMLESS_HOOKS):
+        # Hooks on the layer itself run around its forward.
+        if "forward" in own or (module is not layer and has_hooks(module, HARMLESS_HOOKS)):
             return None
         found += (cls, cls.forward)
         values = {n: x for n, x in own.items() if n not in SKIPPED and not n.startswith(("_", "overcoat_"))}
