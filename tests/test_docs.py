@@ -29,13 +29,14 @@ def test_every_key_of_the_configuration_is_on_its_page() -> None:
 def test_the_support_matrix_is_what_convert_says() -> None:
     support_matrix = GENERATE["support_matrix"]
     variables = support_matrix.__globals__  # all types take seconds
-    variables["MODEL_TYPES"] = ("llama", "mixtral", "qwen3_vl", "hunyuan_v1_dense")
+    variables["MODEL_TYPES"] = ("llama", "mixtral", "qwen3_vl", "phi", "hunyuan_v1_dense")
     variables["supported_layers"] = lambda: {"LlamaDecoderLayer", "MixtralDecoderLayer", "Qwen3VLTextDecoderLayer"}
     table = support_matrix()
     assert "| Llama | `llama` | `LlamaDecoderLayer` | all | 5.8 U | yes |" in table
     assert "| Mixtral | `mixtral` | `MixtralDecoderLayer` | all but router and experts | 3.0 U | yes |" in table
     assert "| Qwen3VL | `qwen3_vl` | `Qwen3VLTextDecoderLayer` | all | 5.8 U | yes |" in table
-    rows, others = table.split("Left alone")
+    rows, others = table.split("Found by their structure: ")
+    assert others.startswith("Phi. Running their own forward: ")
     assert "HunYuanDenseV1" in others  # looks like Llama, and norms q and k after the rotation
     assert "hunyuan" not in rows
     variables["supported_layers"] = lambda: {"LlamaDecoderLayer", "NewDecoderLayer"}
