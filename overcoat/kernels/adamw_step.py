@@ -55,7 +55,7 @@ COUNTED = 128
 
 
 class StepTensors(NamedTuple):
-    """What a step updates: lists of equal length of plain tensors on one device.
+    """Tensors that a step updates: lists of equal length of plain tensors on one device.
 
     params: of one dtype. states: contiguous, by the names of `optim.state.state_fields`. keys: `masters.parameter_key`
     of each. first_groups: the number of each one's first group in its unsharded parameter.

@@ -127,7 +127,7 @@ class Part(NamedTuple):
         if not isinstance(self.mixer, Attention):
             return ("gated " if self.mixer.gated else "") + self.mixer.activation
         heads = self.mixer.heads
-        turned = "neighbours" if heads.rope_interleaved else "halves"
+        turned = "interleaved columns" if heads.rope_interleaved else "halves"
         turned += f" of {heads.rotated} columns" if heads.rotated else ""
         how = [f"rotation by {turned}" if heads.rotates else "no rotation", f"scores x {heads.scale:.3g}"]
         how += ["q, k, v of each head together"] * self.qkv_interleaved + ["q/k norm"] * bool(self.qk_norm)
@@ -223,7 +223,7 @@ def _propose(model: nn.Module, path: str, layer: Any, blank: Family) -> Family:
 
 
 def _why_long(layer: nn.Module) -> Optional[str]:
-    """What rows of a verification's length would not show: windows of the layer's own code, tables of masks."""
+    """Return what rows of a verification's length do not show: windows of the layer's own code, tables of masks."""
     configs = {id(part.config): part.config for part in layer.modules() if hasattr(part, "config")}
     code = {name for part in layer.modules() for name in _names_of(original_class(part))}
     for each in (*layer.modules(), *configs.values()):
@@ -390,7 +390,7 @@ def _inside_lora(trace: Trace, path: str) -> bool:
 
 
 def _runs(linears: list[Event]) -> Iterator[list[Event]]:
-    """Yield neighbours that read the same tensor for the same module."""
+    """Yield groups of consecutive calls that read the same tensor for the same module."""
     run: list[Event] = []
     for event in linears:
         if run and not (_parent(event.path) == _parent(run[0].path) and _same(event.x, run[0].x)):
@@ -504,7 +504,7 @@ def _candidates(trace: Trace, ins: list[Event], out: Event, norms: list[Event]) 
 
 
 def _role(path: str) -> int:
-    """Where q, k and v stand among them, by their names."""
+    """Return where q, k and v stand among them, by their names."""
     name = path.rpartition(".")[2].lower()
     roles = ("q", "k", "v")
     found = [place for place, letter in enumerate(roles) if re.search(rf"(^|_|in){letter}(_|$|uery|ey|al)", name)]

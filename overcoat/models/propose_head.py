@@ -38,7 +38,7 @@ class Multiplier:
 
 
 class End(NamedTuple):
-    """Where a causal model's parts are, and its family, for what logits are multiplied by; or the reason why these are
+    """Places of a causal model's parts, and its family, for what logits are multiplied by; or the reason why these are
     not known."""
 
     spec: Optional[ModelSpec] = None
@@ -65,7 +65,7 @@ class _Standin(nn.Module):
 
 
 class _Outputs(dict[str, Any]):
-    """Of a layers' owner; what else a model may look for is None."""
+    """Result of a layers' owner; any other name that a model may look for is None."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)

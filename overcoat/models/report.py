@@ -35,7 +35,7 @@ class LayerReport(NamedTuple):
 
 @dataclass
 class Report:
-    """The result of `convert`; prints as a table, equal neighbours folded into one line.
+    """The result of `convert`; prints as a table, consecutive equal rows folded into one line.
 
     head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
     parts: of a vision-language model, how its tower, connector and text train, a line each; and other models beside
