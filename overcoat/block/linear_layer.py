@@ -51,7 +51,7 @@ class SharedInput:
 
     def operand(self, x: Tensor, recipe: Recipe, for_wgrad: bool) -> Operand:
         """Return x (..., K) as operand of (T, K); for_wgrad: a weight wants a gradient."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or x.is_inference():  # whose changes nobody counts
             return _quantized(x, recipe, for_wgrad)
         if self._last is not None:
             source, version, of, operand = self._last

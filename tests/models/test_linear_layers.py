@@ -111,6 +111,16 @@ def test_inputs_that_layers_share_are_saved_once() -> None:
     assert "overcoat_recipe" not in vars(layer.a)
 
 
+def test_inference_tensors_have_no_versions() -> None:
+    layer = nn.ModuleDict({"q_proj": nn.Linear(256, 256)})
+    (linear,) = convert_linears(layer, Recipe(), True).values()
+    with torch.inference_mode():
+        x = torch.randn(3, 256)
+        before = linear(x)
+        x.mul_(2)
+        assert sqnr(2 * before - linear.bias, linear(x)) > 25
+
+
 def test_an_adapter_on_top_trains() -> None:
     model = unknown("deepseek_v3")
     overcoat.convert(model)
