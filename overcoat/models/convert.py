@@ -200,6 +200,7 @@ def _convert_layer(
                     f"{kind} again ({reason}). Build the model again and convert it before wrapping"
                 )
             layer.__class__ = original
+        vars(layer).pop("overcoat_starts", None)
         forget_proposed(layer)
         in_fp8 = recipe.fp8 and reason != FILTERED
         return LayerReport(name, kind, False, reason, len(convert_linears(layer, recipe, eval_fp8)) if in_fp8 else 0)

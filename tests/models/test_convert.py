@@ -666,3 +666,13 @@ def test_blocks_of_a_wrapped_model_are_offloaded():
     wrapped = checkpoint_wrapper(make_model(layers=4))
     report = overcoat.convert(wrapped, Recipe(offload_blocks="all"))
     assert sum("in host memory" in row.detail for row in report.layers) == 2  # but the last two
+
+
+def test_a_layer_that_is_left_alone_later_gets_a_mask_that_it_reads() -> None:
+    model = make_model("llama", layers=2)
+    original = copy.deepcopy(model)
+    overcoat.convert(model)
+    overcoat.convert(model, filter_fn=lambda module, name: not name.endswith(".1"))
+    torch.testing.assert_close(model(**make_batch()).loss, original(**make_batch()).loss, rtol=2e-3, atol=0)
+    overcoat.convert(model, Recipe(fp8=False))
+    torch.testing.assert_close(model(**make_batch()).loss, original(**make_batch()).loss, rtol=1e-4, atol=0)
