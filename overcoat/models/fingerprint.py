@@ -7,8 +7,8 @@ where such values are found, as pairs (dictionary, name), and what they were:
     modules      each child, its class, a `forward` set on the object, the number of its hooks
     values       numbers, flags, texts and functions among a module's attributes; the names of its configuration that
                  the forwards read
-    functions    the forward of each class, and what the forwards call by name: of their own file, of
-                 torch.nn.functional, of transformers' attention interface
+    functions    the forward of each class, the methods that it calls, and what these call by name: of their own file,
+                 of torch.nn.functional, of transformers' attention interface
 
 Comparing takes about 10 us for a Llama layer. Where something differs the layer is verified again (verify.py): it goes
 on in FP8 if the numbers are the same, else its own forward runs, with one warning that names what has changed.
@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Optional
 
 import torch
@@ -29,7 +30,7 @@ from torch import nn
 # Functions of PyTorch that layers call; some are C++ without a forward of their own to look into.
 CALLED = ("scaled_dot_product_attention", "linear", "gelu", "silu", "relu", "softmax", "layer_norm")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-VALUES = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
+VALUES = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 # Attributes of peft's layers that say which adapters its forward adds.
 ADAPTERS = ("_active_adapter", "_disable_adapters")
 # Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
@@ -41,14 +42,19 @@ Place = tuple[dict[str, Any], str]
 
 
 class Fingerprint:
-    """Modules, values and functions of a layer when it was last checked, or only values and functions by `places`. It
-    does not hold the layer itself."""
+    """Modules, values and functions of a layer when it was last checked, or only values and functions by `places` and
+    `methods`, pairs (class, name). It does not hold the layer itself."""
 
-    def __init__(self, layer: nn.Module | None = None, places: list[Place] | None = None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module | None = None,
+        places: list[Place] | None = None,
+        methods: Iterable[tuple[Any, str]] = (),
+    ) -> None:
         self.layer = layer if layer is None else weakref.ref(layer)
         modules = [] if layer is None else [module for module in layer.modules() if module is not layer]
         self.modules = modules
-        self.classes = [*{type(module): None for module in modules}]
+        self.methods = [*methods] if layer is None else methods_in(layer)
         self.places = _places(layer, modules) if layer is not None else places or []
         self.sized: list[Any] = [getattr(module, hooks) for module in modules for hooks in HOOKS]
         self.sized += [module._modules for module in modules]
@@ -60,7 +66,7 @@ class Fingerprint:
             [values.get(name) for values, name in self.places],
             [*map(len, self.sized)],
             [*map(type, self.modules)],
-            [each.forward for each in self.classes],
+            [getattr(cls, name, None) for cls, name in self.methods],
         )
 
     def holds(self, layer: Optional[nn.Module] = None) -> bool:
@@ -77,8 +83,8 @@ class Fingerprint:
         sizes = [*hooked, *(f"the modules in {path}" for path in modules)]
         sizes += ["merged adapters"] * (len(self.sized) - len(sizes))
         classes = [f"the class of {path}" for path in modules]
-        forwards = [f"the forward of all {each.__name__}" for each in self.classes]
-        for found, before, now in zip((titles, sizes, classes, forwards), self.seen, self._now(), strict=True):
+        methods = [f"the {name} of all {cls.__name__}" for cls, name in self.methods]
+        for found, before, now in zip((titles, sizes, classes, methods), self.seen, self._now(), strict=True):
             for title, old, new in zip(found, before, now, strict=True):
                 if old is not new and old != new:
                     return title
@@ -111,9 +117,9 @@ class Checked:
 
 def _places(layer: nn.Module, modules: list[nn.Module]) -> list[Place]:
     found: list[Place] = [(vars(F), name) for name in CALLED]
-    functions = [getattr(layer, "overcoat_own", type(layer)).forward, *(type(module).forward for module in modules)]
-    for function in dict.fromkeys(functions):
-        found += called_by_name(function)
+    functions = dict.fromkeys(getattr(cls, name) for cls, name in methods_in(layer))
+    for function in functions:
+        found += [*called_by_name(function), *interfaces_in(function)]
     found += [(layer._modules, name) for name in layer._modules]
     names = {name for function in functions for name in names_in(function)}
     own = vars(layer)
@@ -171,6 +177,39 @@ def called_by_name(function: Any) -> list[Place]:
                 if getattr(called, "__globals__", None) is names:
                     todo.append(called)
     return found
+
+
+def methods_in(layer: nn.Module) -> list[tuple[Any, str]]:
+    """Return what a layer's own forward runs of its classes, as (class, name)."""
+    own = getattr(layer, "overcoat_own", type(layer))
+    found = dict.fromkeys((own, name) for name in methods_of(own))
+    for cls in dict.fromkeys(type(module) for module in layer.modules() if module is not layer):
+        found.update(dict.fromkeys((cls, name) for name in ("__call__", *methods_of(cls))))
+    return [*found]
+
+
+def methods_of(cls: Any) -> tuple[str, ...]:
+    """Return "forward" and the names of the class's own methods that it calls, and these in turn."""
+    return _methods_of(cls, cls.forward)
+
+
+@functools.cache
+def _methods_of(cls: Any, forward: Any) -> tuple[str, ...]:
+    found, todo = ["forward"], [forward]
+    for function in todo:
+        for name in sorted(names_in(function)):
+            method = getattr(cls, name, None)
+            is_own = isinstance(method, FunctionType) and method is not getattr(nn.Module, name, None)
+            if is_own and name not in found:
+                found.append(name)
+                todo.append(method)
+    return tuple(found)
+
+
+def interfaces_in(function: Any) -> list[Place]:
+    """Return the places of transformers' tables of attention functions that a function reads by name."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    return [(names, name) for name in sorted(names_in(function)) if hasattr(names.get(name), "get_interface")]
 
 
 @functools.cache

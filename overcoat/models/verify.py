@@ -26,7 +26,8 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -37,7 +38,7 @@ from overcoat.block.spec import Block, Norm, Tables
 from overcoat.models.clone import Cloner, UnverifiableError, fits, twin_of, with_parts
 from overcoat.models.decoder import as_called, as_they_are, block_of, embeddings_of, norm_eps, rotation_of
 from overcoat.models.family import Family, ModelSpec, original_class
-from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, called_by_name, has_hooks
+from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, called_by_name, has_hooks, interfaces_in, methods_in
 from overcoat.models.lora import base_of
 from overcoat.models.masks import check_mask, mask_makers, window_of
 from overcoat.models.refusals import is_conv1d
@@ -508,17 +509,20 @@ def kind_of(layer: nn.Module, family: Family) -> Any:
     """Return what decides the numbers of a layer's own forward, whatever its weights: classes, forwards, functions
     called by name, plain attributes, the configuration. None if it has hooks or forwards of its own."""
     found: list[Any] = [value for name, value in family._asdict().items() if name != "samples"]
-    found += (original_class(layer).forward, *(getattr(torch.nn.functional, name) for name in CALLED))
+    methods = [getattr(cls, name) for cls, name in methods_in(layer)]
+    found += (*methods, *(getattr(torch.nn.functional, name) for name in CALLED))
     configs: dict[int, Any] = {}
     for module in layer.modules():
         cls, own = original_class(module), vars(module)
         # Hooks on the layer itself run around its forward.
         if "forward" in own or (module is not layer and has_hooks(module, HARMLESS_HOOKS)):
             return None
-        found += (cls, cls.forward)
+        found.append(cls)
         values = {n: x for n, x in own.items() if n not in SKIPPED and not n.startswith(("_", "overcoat_"))}
         found.append(repr({n: x for n, x in values.items() if isinstance(x, PLAIN)}))
         found += [(n, x) for n, x in values.items() if isinstance(x, (FunctionType, BuiltinFunctionType))]
+        found += [(n, x.__func__) for n, x in values.items() if isinstance(x, MethodType)]
+        found += [(n, x.func, repr((x.args, x.keywords))) for n, x in values.items() if isinstance(x, partial)]
         found.append(tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None))
         for value in own.values():
             if hasattr(value, "_attn_implementation"):
@@ -526,9 +530,10 @@ def kind_of(layer: nn.Module, family: Family) -> Any:
     for config in configs.values():
         kind = config._attn_implementation
         found += (repr(sorted((n, repr(x)) for n, x in vars(config).items())), kind, _attention(kind))
-    kinds = {original_class(m).forward for m in layer.modules() if type(m).__module__.startswith("transformers.")}
-    places = [place for forward in sorted(kinds, key=repr) for place in called_by_name(forward)]
-    return (*found, tuple(names.get(name) for names, name in places))
+    functions = [each for each in methods if (getattr(each, "__module__", None) or "").startswith("transformers.")]
+    places = [place for each in functions for place in called_by_name(each)]
+    tables = [id(names.get(name)) for each in functions for names, name in interfaces_in(each)]
+    return (*found, tuple(names.get(name) for names, name in places), tuple(tables))
 
 
 SKIPPED = ("training", "layer_idx")

@@ -47,6 +47,18 @@ def the_same(function: Any) -> Any:
     return lambda *args, **options: function(*args, **options)
 
 
+def tripled(self: Any, x: Tensor) -> Tensor:
+    return 3 * nn.Module.__call__(self, x)
+
+
+class Louder:
+    """In the place of transformers' table of attention functions."""
+
+    @staticmethod
+    def get_interface(*args: Any) -> Any:
+        return louder(KINDS["sdpa"])
+
+
 def louder(function: Any) -> Any:
     return lambda *args, **options: (1.2 * function(*args, **options)[0], None)
 
@@ -91,6 +103,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "rotation": (replaced(modeling_llama, "apply_rotary_pos_emb", both_twice), "apply_rotary_pos_emb"),
     "rotate_half": (replaced(modeling_llama, "rotate_half", twice), "rotate_half"),
     "LlamaMLP": (replaced(modeling_llama.LlamaMLP, "forward", twice), "LlamaMLP"),
+    "the layer's class": (replaced(modeling_llama.LlamaDecoderLayer, "forward", twice), "LlamaDecoderLayer"),
+    "a call": (lambda layer, patch: patch.setattr(modeling_llama.LlamaMLP, "__call__", tripled), "__call__"),
+    "attention's table": (replaced(modeling_llama, "ALL_ATTENTION_FUNCTIONS", lambda table: Louder), "ALL_ATTENTION"),
     "F.linear": (replaced(F, "linear", twice), "F.linear"),
     "F.silu": (replaced(F, "silu", twice), "F.silu"),
     "sdpa": (lambda layer, patch: patch.setitem(KINDS, "sdpa", louder(KINDS["sdpa"])), "sdpa"),
@@ -122,6 +137,24 @@ def test_what_makes_another_layer_runs_the_layers_own_forward(change: str, monke
     assert torch.equal(found, original_class(layer).forward(layer, x, **given))
     # And whoever converts now is told the same.
     assert overcoat.convert(model).converted == []
+
+
+@pytest.mark.filterwarnings("ignore:the loss is computed")
+@pytest.mark.parametrize("change", ["method", "partial"])
+def test_methods_and_partial_functions_are_noticed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm's forward calls its `_norm`; an activation holds F.gelu with its arguments."""
+    model: Any = make_model("gemma2", layers=1)
+    report = overcoat.convert(model)
+    (layer,) = model.model.layers
+    if change == "method":
+        norm = original_class(layer.input_layernorm)
+        monkeypatch.setattr(norm, "_norm", twice(norm._norm))
+    else:
+        layer.mlp.act_fn.act = functools.partial(F.gelu, approximate="none")
+    word = "_norm of all" if change == "method" else "mlp.act_fn.act"
+    with pytest.warns(UserWarning, match=f"{word}.* has changed"):
+        model(**make_batch())
+    assert "original precision" in report.running()["model.layers.0"]
 
 
 @pytest.mark.parametrize(
