@@ -45,10 +45,13 @@ from overcoat.models.family import (
 from overcoat.models.fingerprint import (
     CALLED,
     HARMLESS_HOOKS,
+    VALUES,
     Checked,
     Fingerprint,
     called_by_name,
     has_hooks,
+    methods_of,
+    names_in,
     why_mode,
 )
 from overcoat.models.images import without_waiting
@@ -79,6 +82,7 @@ class FinalNorm(Mixin):
     weight: nn.Parameter
     variance_epsilon: float
     overcoat_fused = False
+    overcoat_plain = True  # whether its own forward still computes this (`_check_loss`)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states (..., H) -> (..., H)."""
@@ -223,7 +227,7 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
     head, norm, own = model.get_submodule(model.overcoat_spec.head), _final_norm(model), model.loss_function
     is_set = hasattr(model, "_loss_function")  # else transformers looks it up for each call
     backbone = _backbone(model)
-    is_fusable = isinstance(norm, FinalNorm)
+    is_fusable = isinstance(norm, FinalNorm) and norm.overcoat_plain
     scale = _logit_scale(model)
 
     def made_by_head(logits: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -315,16 +319,28 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
 
 
 def _check_loss(model: Any, spec: ModelSpec) -> Checked:
-    """Verify the model's own loss, and remember what it was made of."""
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    """Verify the model's own loss and its final norm, and remember what they were made of."""
+    forward, loss = original_class(model).forward, model.loss_function
+    norm = _final_norm(model) if isinstance(model, LeanLossModel) else None
+    text = model.config.get_text_config()
+    places = [(vars(F), name) for name in (*CALLED, "cross_entropy")] + called_by_name(forward)
+    places += called_by_name(loss) if hasattr(inspect.unwrap(loss), "__code__") else []
+    places += [(vars(loss), name) for name, x in getattr(loss, "__dict__", {}).items() if isinstance(x, VALUES)]
+    for config in {id(each): each for each in (model.config, text)}.values():
+        read = [name for name, x in vars(config).items() if name in names_in(forward) and isinstance(x, VALUES)]
+        places += [(vars(config), name) for name in read]
+    methods = [(nn.Linear, "forward")]
+    if isinstance(norm, FinalNorm):
+        methods += [(original_class(norm), name) for name in methods_of(original_class(norm))]
+        norm.overcoat_plain = is_rms_norm(norm)
+    fingerprint = Fingerprint(places=places, methods=methods)
+    softcap = getattr(text, "final_logit_softcapping", None)
     if softcap is not None:
-        return Checked(reason=f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap")
+        reason = f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap"
+        return Checked(fingerprint, _makers(model), reason)
     family = family_of(model)
     found = verify_loss(model, spec, 1.0 if family is None else family.logit_scale(model))
-    loss = model.loss_function
-    places = [(vars(F), name) for name in (*CALLED, "cross_entropy")] + called_by_name(original_class(model).forward)
-    places += called_by_name(loss) if hasattr(inspect.unwrap(loss), "__code__") else []
-    return Checked(Fingerprint(places=places), _makers(model), found.difference)
+    return Checked(fingerprint, _makers(model), found.difference)
 
 
 def _makers(model: Any) -> tuple[Any, ...]:

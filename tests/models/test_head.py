@@ -17,6 +17,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.loss import loss_utils
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import overcoat
 from overcoat import Recipe
@@ -219,6 +220,51 @@ def parallel(*_: Any) -> None:
 
 
 parallel.__module__ = "torch.distributed.tensor._api"
+
+
+class Scaled:
+    """A loss function that is an object."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.factor * loss_utils.ForCausalLMLoss(*args, **options)
+
+
+def test_a_loss_function_whose_attribute_changes_is_noticed(model: Any) -> None:
+    model.loss_function = loss = Scaled()
+    overcoat.convert(model, ONLY_HEAD)
+    before = model(**make_batch()).loss
+    assert model.overcoat_ran == "loss without logits"
+    loss.factor = 2.0
+    with pytest.warns(UserWarning, match="factor has changed since it was converted"):
+        torch.testing.assert_close(model(**make_batch()).loss, 2 * before, rtol=1e-4, atol=0)
+
+
+def test_a_cap_that_is_set_later_is_noticed() -> None:
+    """The model's own code would cap the loss in place of logits."""
+    model: Any = make_model("gemma2", layers=1, final_logit_softcapping=None)
+    original = copy.deepcopy(model)
+    overcoat.convert(model, ONLY_HEAD)
+    model(**make_batch())
+    model.config.final_logit_softcapping = original.config.final_logit_softcapping = 2.0
+    with pytest.warns(UserWarning, match="final_logit_softcapping is 2"):
+        assert torch.equal(model(**make_batch()).loss, original(**make_batch()).loss)
+
+
+@pytest.mark.parametrize("owner", [LlamaRMSNorm, nn.Linear])
+@pytest.mark.filterwarnings("ignore:the loss is computed")
+def test_a_patched_class_of_the_end_runs(model: Any, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = copy.deepcopy(model)
+    overcoat.convert(model, ONLY_HEAD)
+    model(**make_batch())
+    monkeypatch.setattr(owner, "forward", lambda self, x, own=owner.forward: 2 * own(self, x))
+    torch.testing.assert_close(model(**make_batch()).loss, original(**make_batch()).loss, rtol=1e-4, atol=0)
+    monkeypatch.undo()
+    torch.testing.assert_close(model(**make_batch()).loss, original(**make_batch()).loss, rtol=1e-4, atol=0)
+    assert model.overcoat_ran == "loss without logits"
+    assert model.model.norm.overcoat_plain
 
 
 @pytest.mark.parametrize(
