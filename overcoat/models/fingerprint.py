@@ -98,7 +98,7 @@ def _owner_of(values: dict[str, Any], layer: nn.Module) -> str:
             return f"{path}." if path else ""
         if values is getattr(getattr(module, "config", None), "__dict__", None):
             return "config."
-    return "F." if values is vars(F) else ""
+    return "F." if values is vars(F) else "torch." if values is vars(torch) else ""
 
 
 class Checked:
@@ -161,22 +161,20 @@ def _attention(config: dict[str, Any]) -> list[Place]:
 
 @functools.cache
 def called_by_name(function: Any) -> list[Place]:
-    """Return the places of the functions that a function calls by name, and those that they call in its file."""
-    found: list[Place] = []
+    """Return the places of the functions that a function calls by name, and those that they call in its file: of that
+    file, of torch and of torch.nn.functional, by whatever name it has these."""
+    found: dict[tuple[int, str], Place] = {}
     todo = [inspect.unwrap(function)]
     for each in todo:
         names = getattr(each, "__globals__", {})
         for name in each.__code__.co_names if names else ():
-            called = names.get(name)
-            if (
-                callable(called)
-                and not isinstance(called, type)
-                and not any(other is names and known == name for other, known in found)
-            ):
-                found.append((names, name))
-                if getattr(called, "__globals__", None) is names:
-                    todo.append(called)
-    return found
+            for owner in (names, vars(torch), vars(F)):
+                called = owner.get(name)
+                if callable(called) and not isinstance(called, type) and (id(owner), name) not in found:
+                    found[id(owner), name] = (owner, name)
+                    if getattr(called, "__globals__", None) is names:
+                        todo.append(called)
+    return [*found.values()]
 
 
 def methods_in(layer: nn.Module) -> list[tuple[Any, str]]:

@@ -530,7 +530,8 @@ def kind_of(layer: nn.Module, family: Family) -> Any:
     for config in configs.values():
         kind = config._attn_implementation
         found += (repr(sorted((n, repr(x)) for n, x in vars(config).items())), kind, _attention(kind))
-    functions = [each for each in methods if (getattr(each, "__module__", None) or "").startswith("transformers.")]
+    functions = [*methods, *(_attention(config._attn_implementation) for config in configs.values())]
+    functions = [each for each in functions if isinstance(inspect.unwrap(each), FunctionType)]
     places = [place for each in functions for place in called_by_name(each)]
     tables = [id(names.get(name)) for each in functions for names, name in interfaces_in(each)]
     return (*found, tuple(names.get(name) for names, name in places), tuple(tables))

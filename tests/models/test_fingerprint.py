@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
@@ -57,6 +58,9 @@ class Louder:
     @staticmethod
     def get_interface(*args: Any) -> Any:
         return louder(KINDS["sdpa"])
+
+
+REPEATED = {"use_gqa_in_sdpa": lambda *args: False, "repeat_kv": lambda x, n: 2 * x.repeat_interleave(n, 1)}
 
 
 def louder(function: Any) -> Any:
@@ -108,6 +112,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "attention's table": (replaced(modeling_llama, "ALL_ATTENTION_FUNCTIONS", lambda table: Louder), "ALL_ATTENTION"),
     "F.linear": (replaced(F, "linear", twice), "F.linear"),
     "F.silu": (replaced(F, "silu", twice), "F.silu"),
+    "torch.cat": (replaced(torch, "cat", twice), "torch.cat"),
+    "of attention": (
+        lambda layer, patch: [patch.setattr(sdpa_attention, name, by) for name, by in REPEATED.items()],
+        "has changed",
+    ),
     "sdpa": (lambda layer, patch: patch.setitem(KINDS, "sdpa", louder(KINDS["sdpa"])), "sdpa"),
     "attention": (
         lambda layer, patch: setattr(layer.self_attn.config, "_attn_implementation", "paged|sdpa"),
