@@ -106,7 +106,8 @@ class _LinearLayer(torch.autograd.Function):
         codes, scale = kept if weight.requires_grad else (None, None)
         keep(ctx, "linear", codes=codes, scale=scale, w_amax=w_amax, weight=weight, bias=bias)
         ctx.recipe, ctx.shape = recipe, x.shape
-        return y.view(*x.shape[:-1], y.shape[-1])
+        # Not a view, which nothing may change in place.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @first_order

@@ -29,14 +29,19 @@ _OWN = (F.linear, nn.Linear.forward)
 class Fp8Linear(nn.Linear):
     """nn.Linear that computes in FP8 in `train()` mode (`eval_fp8`: always); parameters and names as they were."""
 
-    overcoat_recipe: Recipe
+    overcoat_recipe: Optional[Recipe]  # None: its own forward
     overcoat_shared: SharedInput  # of all linear layers of a decoder layer
     overcoat_eval: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         """input (..., K) -> (..., N)."""
         is_on = (self.training or self.overcoat_eval) and input.numel() > 0 and not isinstance(self.weight, DTensor)
-        if not is_on or (F.linear, nn.Linear.forward) != _OWN or (not torch.compiler.is_compiling() and why_mode()):
+        if (
+            self.overcoat_recipe is None
+            or not is_on
+            or (F.linear, nn.Linear.forward) != _OWN
+            or (not torch.compiler.is_compiling() and why_mode())
+        ):
             return super().forward(input)
         return linear_layer(input, self.weight, self.bias, self.overcoat_recipe, self.overcoat_shared)
 
@@ -75,6 +80,8 @@ def restore_linears(layer: nn.Module) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]
             for name in ("overcoat_recipe", "overcoat_shared", "overcoat_eval"):
                 vars(module).pop(name, None)
+        elif isinstance(module, Fp8Linear):  # wrapped since: parametrized, or by FSDP2
+            module.overcoat_recipe = None
 
 
 def _why_not_linear() -> Optional[str]:

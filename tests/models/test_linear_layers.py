@@ -185,3 +185,11 @@ def test_sharded_weights_give_the_same() -> None:
                 assert torch.equal(parameter.grad.full_tensor(), expected[name]), name
     finally:
         dist.destroy_process_group()
+
+
+def test_results_may_be_changed_in_place() -> None:
+    """As Llama 4's rotation and residuals do."""
+    (linear,) = convert_linears(nn.ModuleDict({"q_proj": nn.Linear(256, 256)}), Recipe(), False).values()
+    y = linear(torch.randn(2, 3, 256, requires_grad=True))
+    y.mul_(2).sum().backward()
+    assert linear.weight.grad is not None
