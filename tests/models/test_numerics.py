@@ -106,7 +106,10 @@ class SameRoutes:
         if self.later is None:
             self.seen.append(self.topk(x, k, dim=dim).indices)
             return x.gather(dim, self.seen[-1]), self.seen[-1]
-        indices, self.later = self.seen[self.later % len(self.seen)], self.later + 1
+        indices = self.seen[self.later % len(self.seen)]
+        if indices.shape[:-1] != x.shape[:-1]:  # of the conversion, which verifies experts on rows of its own
+            return self.topk(x, k, dim=dim)
+        self.later += 1
         return x.gather(dim, indices), indices
 
 
@@ -141,8 +144,7 @@ def losses_in_db(
                 routes.later = 0
             for place, recipe in enumerate(recipes):
                 model, inputs = made(*which)
-                with contextlib.nullcontext() if routes is None else mock.patch.object(torch, "topk", routes.topk):
-                    report = overcoat.convert(model, recipe)  # which verifies experts on routes of their own
+                report = overcoat.convert(model, recipe)
                 assert len(report.converted) == 4
                 converted = run(model, inputs)
                 assert converted.keys() == reference.keys()
