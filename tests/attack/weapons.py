@@ -67,7 +67,7 @@ def injection(ground: Ground, random: random.Random, folder: Path) -> Finding:
     (folder / "clean/config.json").write_text(json.dumps(about))
     shutil.copytree(folder / "clean", folder / "evil")
     inner = random.choice([
-        "trust_remote_code = true", "trust_remote_code = true", "trust_remote_code = true", '[train]\nrun_dir = "/tmp/elsewhere"', "[data]\nmax_bytes = 7",  # noqa: E501
+        "trust_remote_code = true", "trust_remote_code = true", "trust_remote_code = true", '[train]\nrun_dir = "elsewhere"', "[data]\nmax_bytes = 7",  # noqa: E501
         '[tokenizer]\nname = "evil"', "[recipe]\nname = \"bf16\"",
     ])  # fmt: skip
     text = random.choice([
