@@ -34,7 +34,8 @@ from overcoat.models.images import multiply_patches
 from overcoat.models.linear_layers import convert_linears, restore_linears
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
-from overcoat.models.propose import forget_proposed, propose
+from overcoat.models.proposal import forget_proposed
+from overcoat.models.propose import propose
 from overcoat.models.propose_head import End, propose_end
 from overcoat.models.refusals import why_unsupported
 from overcoat.models.report import LayerReport, Report, parts_of
