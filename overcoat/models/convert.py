@@ -18,7 +18,7 @@ from torch import nn
 from overcoat.block.attention import Attention
 from overcoat.block.offload import choose_blocks
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
-from overcoat.models.decoder import Fp8DecoderLayer, remember
+from overcoat.models.decoder import Fp8DecoderLayer, attention_of, remember
 from overcoat.models.family import (
     Family,
     causal_models,
@@ -31,7 +31,7 @@ from overcoat.models.family import (
 )
 from overcoat.models.head import LeanLossModel, install_head, remove_head, why_head_unsupported
 from overcoat.models.images import multiply_patches
-from overcoat.models.linear_layers import convert_linears, restore_linears
+from overcoat.models.linear_layers import Fp8Linear, convert_linears, restore_linears
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
 from overcoat.models.proposal import forget_proposed
@@ -229,12 +229,22 @@ def _convert_layer(
         layer.__class__ = mixed(Fp8DecoderLayer, original)
     if family.proposed:
         layer.overcoat_family = family  # type: ignore[assignment]
+    names = {id(module): path for path, module in layer.named_modules()}
+    own = [modules.owner for modules in family.branches(layer, 1) if modules.mixer is None]
+    linears = sum([len(convert_linears(owner, recipe, eval_fp8)) for owner in own])
     layer.overcoat_verify, layer.overcoat_starts = verify_again, verified.starts  # type: ignore[assignment]
     remember(layer, family.branches(layer, 1))
     layer.overcoat_recipe, layer.overcoat_eval = recipe, eval_fp8  # type: ignore[assignment]
     report.verified[name] = verified
     detail = _describe(layer, family, recipe)
-    return LayerReport(name, kind, True, f"{detail}, in eval() too" if eval_fp8 else detail)
+    return LayerReport(
+        name,
+        kind,
+        True,
+        f"{detail}, in eval() too" if eval_fp8 else detail,
+        linears,
+        tuple([names[id(owner)] for owner in own]),
+    )
 
 
 def _choose_offloaded(model: nn.Module, layers: dict[str, nn.Module], report: Report) -> None:
@@ -295,7 +305,7 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     kept = f"kept {recipe.kept_format} 1x{recipe.group_size}"
     if recipe.checkpoint == "block":
         kept = f"block input {kept}, the rest recomputed"
-    else:
+    elif attention_of(family.branches(layer, 1)) is not None:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
     for mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, *_ in family.branches(layer, 1):
@@ -309,7 +319,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
             extras.append("norms after" if pre is None else "norms before and after")
         if mixer is None:
             own = "router and experts as they are" if not family.proposed else f"{type(owner).__name__} as it is"
-            extras.append(f"{own}, in the model's dtype")
+            count = sum(isinstance(part, Fp8Linear) for part in owner.modules())
+            extras.append(f"{own}, {count} of its linear layers in FP8" if count else f"{own}, in the model's dtype")
             continue
         if not isinstance(mixer, Attention):
             extras += [] if (mixer.activation, mixer.gated) == ("silu", True) else [mixer.activation]

@@ -24,7 +24,7 @@ from overcoat.block.offload import advance_offload, offload_active
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, RowPermutation, Tables
 from overcoat.models.compiled import run_compiled
-from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
+from overcoat.models.family import INPUT, REST, Family, Mixin, Modules, family_of, original_class
 from overcoat.models.fingerprint import Checked, Fingerprint, why_mode
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import (
@@ -186,7 +186,8 @@ def norm_eps(norm: Any) -> float:
 
 def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block:
     """A layer's parameters, as `run_block` takes them, of the branches that have a mixer."""
-    made = [_branch(modules, family) for modules in branches if modules.mixer is not None]
+    branches = tuple([modules for modules in branches if modules.mixer is not None])
+    made = [_branch(modules, family) for modules in branches]
     for place, (_, _, _, _, pre, *_) in enumerate(made[1:], 1):
         if pre is not None and pre.weight is not None and branches[place].pre is branches[0].pre:
             # torch.compile takes no tensor twice.
@@ -196,9 +197,10 @@ def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block
 
 
 def _branch(modules: Modules, family: Family) -> Branch:
-    mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, norm_after_residual, _, orders, scale, sinks = (
-        modules
-    )
+    (
+        mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, norm_after_residual, _, orders, scale, sinks,
+        *_,
+    ) = modules  # fmt: skip
     weights = tuple([None if norm is None else _qk_weight(norm_of(norm, family), mixer, out_proj) for norm in qk_norm])
     if sinks is not None:
         weights = (*weights, getattr(owner, sinks))
@@ -364,17 +366,18 @@ class Fp8DecoderLayer(Mixin):
                 f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "
                 "hidden), the model input_ids of (batch, sequence)"
             )
-        heads, by_lengths = (
-            branches[0].mixer.heads,
-            own is kwargs and reads_lengths(getattr(branches[0].owner, "config", None)),
-        )
-        window = window_of(branches[0].owner) if is_known or by_lengths or as_starts(mask) is not None else None
-        if lengths is None:
-            if not is_known and (type(mask).__name__ == "BlockMask" or by_lengths):
-                mask = mask_from(mask, kwargs, hidden_states, heads.causal, window or 0)
-            mask = check_mask(mask, hidden_states.shape[-2])
+        attends, window = attention_of(branches), None
+        if attends is None:
+            mask = None
         else:
-            mask = None if images else lengths.int()
+            by_lengths = own is kwargs and reads_lengths(getattr(attends.owner, "config", None))
+            window = window_of(attends.owner) if is_known or by_lengths or as_starts(mask) is not None else None
+            if lengths is not None:
+                mask = None if images else lengths.int()
+            else:
+                if not is_known and (type(mask).__name__ == "BlockMask" or by_lengths):
+                    mask = mask_from(mask, kwargs, hidden_states, attends.mixer.heads.causal, window or 0)
+                mask = check_mask(mask, hidden_states.shape[-2])
         called = as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
         block = block_of(called, family, self)
         tables = Tables(*rotation_of(embeddings_of(family, kwargs), hidden_states, block), mask)
@@ -385,14 +388,20 @@ class Fp8DecoderLayer(Mixin):
         watched = not torch.compiler.is_compiling() and bool(observers)
         for observer in observers if watched else ():
             observer.enter(self)
-        result = run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
-        for modules in branches:
-            if modules.mixer is None:
-                source = hidden_states if block.parallel else result
-                result = result + as_they_are(modules, family, source, self.overcoat_recipe)
+
+        def fused(x: Tensor) -> Tensor:
+            return run_block(x, block, tables, self.overcoat_recipe, self.overcoat_offload)
+
+        result = in_turn(hidden_states, branches, block.parallel, fused, self._own(family, kwargs))
         for observer in observers if watched else ():
             observer.enter(None)
         return (result, *(None,) * (family.results - 1)) if family.results else result
+
+    def _own(self, family: Family, given: dict[str, Any]) -> Callable[[Modules, Tensor], Tensor]:
+        def run(modules: Modules, x: Tensor) -> Tensor:
+            return as_they_are(modules, family, x, given, self.overcoat_arguments, self.overcoat_recipe)
+
+        return run
 
     def _fp8_branches(self, batch: int, x: Tensor, given: dict[str, Any]) -> Optional[tuple[Modules, ...]]:
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
@@ -438,7 +447,7 @@ class Fp8DecoderLayer(Mixin):
             for name, value in given.items():
                 if value is not None and value is not False and name not in known:
                     return f"{name} was given, which its layer was not verified with"
-        return why_given(branches[0].owner, given)
+        return why_given([modules.owner for modules in branches if not isinstance(modules.mixer, Mlp)], given)
 
     def _note(self, ran: str) -> None:
         # A side effect, which compiled code may not have inside of a checkpoint.
@@ -446,13 +455,41 @@ class Fp8DecoderLayer(Mixin):
             self.overcoat_ran = ran
 
 
-def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
+def attention_of(branches: tuple[Modules, ...]) -> Optional[Modules]:
+    """Return the branch whose attention the block computes, or None."""
+    for modules in branches:
+        if isinstance(modules.mixer, Attention):
+            return modules
+    return None
+
+
+def in_turn(
+    x: Tensor,
+    branches: tuple[Modules, ...],
+    parallel: bool,
+    fused: Callable[[Tensor], Tensor],
+    own: Callable[[Modules, Tensor], Tensor],
+) -> Tensor:
+    """Return a layer's result for x (B, S, H): its block's (`fused`), and what the branches that run as they are add
+    before it, after it, or beside it (`parallel`)."""
+    result, done = x, False
+    for modules in branches:
+        if modules.mixer is None:
+            if parallel and not done:
+                result, done = fused(result), True
+            result = result + own(modules, x if parallel else result)
+        elif not done:
+            result, done = fused(result), True
+    return result
+
+
+def why_given(owners: list[Any], given: Mapping[str, Any]) -> Optional[str]:
     """Return what a call asks for that FP8 attention does not have, or None."""
     mask, tables = given.get("attention_mask"), given.get("position_embeddings")
     for table in (mask, *tables) if isinstance(tables, (tuple, list)) else (mask, tables):
         if isinstance(table, Tensor) and table.requires_grad:
             return "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
-    if given.get("output_attentions") or (owner._forward_hooks and _collects_attentions()):
+    if given.get("output_attentions") or (any(owner._forward_hooks for owner in owners) and _collects_attentions()):
         return "output_attentions=True, and FP8 attention keeps no probabilities to return"
     return None if torch.compiler.is_compiling() else why_mode()
 
@@ -480,9 +517,19 @@ def as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...
     )
 
 
-def as_they_are(modules: Modules, family: Family, x: Tensor, recipe: Optional[Recipe] = None) -> Tensor:
-    """Return what a branch adds whose module runs by itself, of x (B, S, H). recipe: of the norm before it; None: plain
-    PyTorch."""
+def as_they_are(
+    modules: Modules,
+    family: Family,
+    x: Tensor,
+    given: Mapping[str, Any],
+    named: tuple[str, ...],
+    recipe: Optional[Recipe] = None,
+) -> Tensor:
+    """Return what a branch adds whose module runs by itself, of x (B, S, H).
+
+    given: the layer's arguments; named: those that its forward has a name for. recipe: of the norm before it; None:
+    plain PyTorch.
+    """
     pre = norm_of(modules.pre, family)
     if pre is not None and recipe is None:
         x = reference.norm(x, pre)
@@ -491,7 +538,18 @@ def as_they_are(modules: Modules, family: Family, x: Tensor, recipe: Optional[Re
         x = norm_forward(x, pre, recipe)
     elif pre is not None:
         x = modules.pre(x)
-    result = modules.owner(x)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, source, value in modules.call:
+        if source == REST:
+            kwargs.update({key: each for key, each in given.items() if key not in named})
+            continue
+        each = x if source == INPUT else value if source is None else given.get(source)
+        if name is None:
+            args.append(each)
+        else:
+            kwargs[name] = each
+    result = modules.owner(*args, **kwargs)
     y: Tensor = result[0] if isinstance(result, tuple) else result  # gpt-oss returns the router's scores as well
     y = y if modules.post is None else modules.post(y)
     return y if modules.scale == 1.0 else modules.scale * y
@@ -504,9 +562,9 @@ def embeddings_of(family: Family, given: Mapping[str, Any]) -> Any:
 
 
 def rotation_of(embeddings: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """cos and sin (P, D); of no angle where the layer gets none, which the kernels multiply with exactly."""
-    if embeddings is not None:
+    """cos and sin (P, D); of no angle where attention gets none, which the kernels multiply with exactly."""
+    if embeddings is not None and any(isinstance(branch.mixer, Attention) for branch in block.branches):
         cos, sin = embeddings
         return cos.flatten(0, -2), sin.flatten(0, -2)
-    width = next(branch.mixer.heads.width for branch in block.branches if isinstance(branch.mixer, Attention))
+    width = next((branch.mixer.heads.width for branch in block.branches if isinstance(branch.mixer, Attention)), 2)
     return x.new_ones(1, width), x.new_zeros(1, width)

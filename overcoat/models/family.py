@@ -26,10 +26,26 @@ def one(model: Any) -> float:
     return 1.0
 
 
+class Argument(NamedTuple):
+    """An argument of a module that runs as it is: its name (None: by its place), and the layer's argument that it gets.
+
+    source: the layer's name for it; INPUT: what the module reads of the stream; REST: all that the layer got beyond its
+        own names; None: always `value`.
+    """
+
+    name: Optional[str]
+    source: Optional[str]
+    value: Any = None
+
+
+INPUT, REST = "", "**"
+
+
 class Modules(NamedTuple):
     """One residual branch of a layer, in modules; `block.spec.Branch` has its parameters.
 
-    mixer: `Attention`, `Mlp`, or None where the owner runs as it is, after all others.
+    mixer: `Attention`, `Mlp`, or None where the owner runs as it is, with the arguments in `call`; `results` as a
+        layer's (`Family`).
     owner: the module whose forward the mixer and its linear layers stand in for.
     qk_norm: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
     layer_scale: what each column of the result is multiplied with before it is added: a module, and the name of its
@@ -53,6 +69,8 @@ class Modules(NamedTuple):
     orders: tuple[Optional[RowPermutation], ...] = ()
     scale: float = 1.0
     sinks: Optional[str] = None
+    call: tuple[Argument, ...] = (Argument(None, INPUT),)
+    results: int = 0
 
 
 class Family(NamedTuple):
@@ -74,7 +92,7 @@ class Family(NamedTuple):
         tables: what layers are given as position_embeddings -> cos and sin, if these are not the same.
         results: how many a layer returns in a tuple, of which all but the first are None; 0: no tuple.
         proposed: whether it was proposed for a layer of another class (propose.py). given: the arguments that such a
-            layer was verified with.
+            layer was verified with; columns: of its cos and sin; without: those of its arguments that are None.
         parts: of a layer that is not transformers': the modules that its parts' classes are in.
         inputs: of such a layer: itself, its input and its other arguments -> the arguments of transformers' layers.
     """
@@ -101,6 +119,8 @@ class Family(NamedTuple):
     results: int = 0
     proposed: bool = False
     given: tuple[str, ...] = ()
+    columns: int = 0
+    without: tuple[str, ...] = ()
 
     @classmethod
     def of(

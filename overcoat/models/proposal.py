@@ -10,7 +10,7 @@ from torch import nn
 from overcoat.block.attention import Attention, Heads
 from overcoat.block.spec import RowPermutation
 from overcoat.models.decoder import norm_eps
-from overcoat.models.family import Modules
+from overcoat.models.family import Argument, Modules
 from overcoat.models.trace import shape_of
 
 
@@ -41,6 +41,8 @@ class Part(NamedTuple):
     sinks: str = ""
     around: tuple[str, ...] = ()
     tables: str = ""
+    call: tuple[Argument, ...] = ()
+    results: int = 0
 
     def modules(self, layer: Any, batch: int) -> Modules:
         """Return the branch of a layer."""
@@ -50,7 +52,8 @@ class Part(NamedTuple):
         owner = at(self.owner) if self.owner else Loose(dict(enumerate((*in_proj, out_proj))))  # type: ignore[arg-type]
         made = Modules(
             self.mixer, owner, in_proj, out_proj, (), norm[self.pre], norm[self.post], None, self.norm_after_residual,
-            tuple([at(name) for name in self.around]), (), self.scale,
+            tuple([at(name) for name in self.around]), (), self.scale, call=self.call,
+            results=self.results,
         )  # fmt: skip
         if not isinstance(self.mixer, Attention):
             return made

@@ -85,10 +85,14 @@ def propose(model: nn.Module, name: str) -> Proposed:
 
 
 def _propose(model: nn.Module, path: str, layer: Any, blank: Family) -> Family:
-    if (reason := _why_long(layer)) is not None:
+    if (reason := _why_long(layer, [layer])) is not None:
         raise MissError(reason)
     trace = traced(model, path, layer, blank)
-    family = blank._replace(rotary=trace.embeddings is not None, results=trace.results, given=trace.given)
+    family = blank._replace(
+        rotary=trace.embeddings is not None, results=trace.results, given=trace.given, without=trace.without
+    )
+    if trace.embeddings is not None:
+        family = family._replace(columns=trace.embeddings[0].shape[-1])
     called = {event.path.partition(".")[0] for event in trace.events}
     is_crossed = getattr(trace.config, "is_encoder_decoder", False) or getattr(
         trace.config, "add_cross_attention", False
@@ -99,8 +103,9 @@ def _propose(model: nn.Module, path: str, layer: Any, blank: Family) -> Family:
     if is_crossed and unread:
         raise MissError(f"{unread[0]} reads what another model makes")
     family, parts = _read(trace, family)
-    first = next(part for part in parts if isinstance(part.mixer, Attention))
-    family = family._replace(tables=TABLES[first.tables], encoder=not first.mixer.heads.causal)
+    attends = [part for part in parts if isinstance(part.mixer, Attention)]
+    if attends:
+        family = family._replace(tables=TABLES[attends[0].tables], encoder=not attends[0].mixer.heads.causal)
     family = family._replace(branches=Proposal(parts), proposed=True)
     if (reason := why_unsupported(layer, family)) is not None:
         raise MissError(reason)
@@ -113,16 +118,17 @@ def _propose(model: nn.Module, path: str, layer: Any, blank: Family) -> Family:
     return family
 
 
-def _why_long(layer: nn.Module) -> Optional[str]:
-    """Return what rows of a verification's length do not show: windows of the layer's own code, tables of masks."""
+def _why_long(layer: nn.Module, parts: list[nn.Module]) -> Optional[str]:
+    """Return what rows of a verification's length do not show of these parts of a layer: windows of their own code,
+    tables of masks."""
     configs = {id(part.config): part.config for part in layer.modules() if hasattr(part, "config")}
-    code = {name for part in layer.modules() for name in _names_of(original_class(part))}
-    for each in (*layer.modules(), *configs.values()):
+    code = {name for part in parts for name in _names_of(original_class(part))}
+    for each in (*parts, *configs.values()):
         for name, value in getattr(each, "__dict__", {}).items():
             is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
             if is_size and name in code and LONG.search(name) and not HARMLESS.search(name):
                 return f"{name} is {value}, which short rows do not show"
-    for name, buffer in layer.named_buffers():
+    for name, buffer in (pair for part in parts for pair in part.named_buffers(recurse=False)):
         if buffer.dtype == torch.bool and buffer.dim() > 1 and buffer.device.type != "meta":
             table = buffer.flatten(0, -2)[-buffer.shape[-1] :]
             if not torch.equal(table, torch.ones_like(table).tril()):
@@ -135,9 +141,6 @@ def _names_of(cls: Any) -> frozenset[str]:
     """All names in the code of a module's class."""
     own = [value for each in cls.__mro__ if each.__module__ == cls.__module__ for value in vars(each).values()]
     return frozenset(name for value in own if callable(value) for name in names_in(value))
-
-
-# ---- what the layer's own forward does -------------------------------------------------------------------------------
 
 
 # ---- reading it ------------------------------------------------------------------------------------------------------
@@ -154,8 +157,6 @@ def _read(trace: Trace, family: Family) -> tuple[Family, tuple[Part, ...]]:
         owner = branch.part.owner if branch.part.mixer is None else ""
         runs = [run for run in runs[branch.used :] if not owner or not run[0].path.startswith(f"{owner}.")]
         found.append(branch)
-    if not found or not isinstance(found[0].part.mixer, Attention):
-        raise MissError("no attention was found in it")
     seen = [name for branch in found for name in (branch.part.owner, *branch.part.in_proj, branch.part.out_proj)]
     for event in trace.events:  # experts without linear layers
         if (
@@ -165,8 +166,14 @@ def _read(trace: Trace, family: Family) -> tuple[Family, tuple[Part, ...]]:
             and not any(event is norm for norm in norms)
             and not any(f"{name}.".startswith(f"{event.path}.") for name in seen)
         ):
-            found.append(Found(Part(None, event.path), event.x, event.y, 0))
+            found.append(_as_it_is(event, ""))
+    found.sort(key=lambda each: next(place for place, event in enumerate(trace.events) if event.y is each.y))
+    fused = [place for place, each in enumerate(found) if each.part.mixer is not None]
+    if not fused:
+        raise MissError(next((each.miss for each in found if each.miss), "there is no attention and no MLP in it"))
     family, parts = _wired(trace, family, norms, found)
+    if family.parallel is None and len(fused) <= fused[-1] - fused[0]:
+        raise MissError(f"{parts[fused[0] + 1]} between branches of one block")
     covered = {name for part in parts for name in (part.owner, part.pre, part.post, *part.qk_norm) if name}
     as_is = tuple([f"{part.owner}." for part in parts if part.mixer is None])
     around = [
@@ -182,12 +189,20 @@ def _read(trace: Trace, family: Family) -> tuple[Family, tuple[Part, ...]]:
 
 
 class Found(NamedTuple):
-    """A branch, what its linear layers read, its result, and how many runs of linear layers it takes."""
+    """A branch, what its linear layers read, its result, and how many runs of linear layers it takes. miss: why it runs
+    as it is."""
 
     part: Part
     u: Tensor
     y: Tensor
     used: int
+    miss: str = ""
+
+
+def _as_it_is(event: Event, miss: str) -> Found:
+    if event.call is None:
+        raise MissError(miss or f"{event.path} is given what its layer computes")
+    return Found(Part(None, event.path, call=event.call, results=event.results), event.x, event.y, 0, miss)
 
 
 def _inside_lora(trace: Trace, path: str) -> bool:
@@ -236,12 +251,14 @@ def _is_norm(event: Event, family: Family) -> bool:
 
 
 def _branch(trace: Trace, family: Family, runs: list[list[Event]], norms: list[Event], first: bool) -> Found:
-    """Return the branch that begins with the first of `runs`."""
+    """Return the branch that begins with the first of `runs`: what was tried and agrees, or the module as it is."""
     ins, outs = runs[0], runs[1] if len(runs) > 1 else []
     u, best = ins[0].x, (-math.inf, "")
     child = ins[0].path.partition(".")[0]
     call = next((event for event in trace.events if event.path == child and not is_linear(event.module)), None)
-    if len(outs) == 1 and len(ins) <= 3:
+    parts = [trace.layer] if call is None else list(call.module.modules())
+    long = _why_long(trace.layer, parts)
+    if len(outs) == 1 and len(ins) <= 3 and long is None:
         for part in itertools.islice(candidates(trace, ins, outs[0], norms), TRIES):
             found = agreement(trace, family, part, u, outs[0].x)
             if found > LIMIT_DB:
@@ -250,13 +267,11 @@ def _branch(trace: Trace, family: Family, runs: list[list[Event]], norms: list[E
                     break  # one of several experts
                 return Found(part, u, outs[0].y, 2)
             best = max(best, (found, str(part)))
-    if first:
-        nearest = f"nearest {best[1]}: {best[0]:.0f} dB" if best[1] else "its linear layers are not those of q, k, v, o"
-        raise MissError(f"{parent(ins[0].path)}: {nearest}")
+    nearest = f"nearest {best[1]}: {best[0]:.0f} dB" if best[1] else "its linear layers are not those of q, k, v, o"
+    miss = f"{parent(ins[0].path) or ins[0].path}: {long or nearest}"
     if call is None or call.x.shape[-1] != call.y.shape[-1]:
-        near = f": nearest {best[1]}: {best[0]:.0f} dB" if best[1] else ""
-        raise MissError(f"{ins[0].path} is followed by what is no MLP{near}")
-    return Found(Part(None, child), call.x, call.y, 0)
+        raise MissError(miss)
+    return _as_it_is(call, miss)
 
 
 # ---- the stream ------------------------------------------------------------------------------------------------------
@@ -265,7 +280,7 @@ def _branch(trace: Trace, family: Family, runs: list[list[Event]], norms: list[E
 def _wired(trace: Trace, family: Family, norms: list[Event], found: list[Found]) -> tuple[Family, list[Part]]:
     """Return the branches with their norms, what they are multiplied by, and how they are added."""
     ways = []
-    for part, u, y, _ in found:
+    for part, u, y, *_ in found:
         pre = next((each for each in norms if same(each.y, u)), None)
         post = next((each for each in norms if same(each.x, y)), None)
         result = y if post is None else post.y

@@ -92,7 +92,7 @@ def why_unusable(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
         ):
             kind = "attention of all tokens" if modules.mixer.heads.causal else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {modules.mixer.heads.causal}; only {kind} is supported"
-    owner = branches[0].owner
+    owner = next((modules.owner for modules in branches if isinstance(modules.mixer, Attention)), None)
     config = getattr(owner, "config", None)
     kind = getattr(config, "_attn_implementation", "sdpa")  # torchtitan's is what `refused` accepted
     if kind not in ATTENTION:

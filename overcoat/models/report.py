@@ -19,18 +19,22 @@ GONE = "gone: whatever has its place since is not converted; convert the model a
 
 class LayerReport(NamedTuple):
     """Treatment of one decoder layer or the head; `detail`: the treatment, or the reason why no block stands in for it.
-    linears: how many of its linear layers compute in FP8 by themselves then."""
+    linears: how many of its linear layers compute in FP8 by themselves. own: modules beside the block that run as they
+    are: a mixer that nothing was verified for, experts."""
 
     name: str
     kind: str
     converted: bool
     detail: str
     linears: int = 0
+    own: tuple[str, ...] = ()
 
     @property
     def grade(self) -> str:
-        """Return "FP8", "linear layers in FP8", or "left alone"."""
-        return "FP8" if self.converted else "linear layers in FP8" if self.linears else "left alone"
+        """Return "FP8", "FP8 in part", "linear layers in FP8", or "left alone"."""
+        if self.converted:
+            return "FP8 in part" if self.own else "FP8"
+        return "linear layers in FP8" if self.linears else "left alone"
 
 
 @dataclass
@@ -80,14 +84,19 @@ class Report:
     def in_linear_layers(self) -> dict[str, str]:
         """Names of the decoder layers that run their own forward with large linear layers in FP8 (linear_layers.py),
         and the reason why no block stands in for them."""
-        return {layer.name: layer.detail for layer in self.layers if layer.linears}
+        return {layer.name: layer.detail for layer in self.layers if layer.grade == "linear layers in FP8"}
+
+    @property
+    def in_part(self) -> dict[str, tuple[str, ...]]:
+        """Names of the layers of which a block computes a part, and the modules that run as they are."""
+        return {layer.name: layer.own for layer in self.layers if layer.grade == "FP8 in part"}
 
     def __str__(self) -> str:
         rows = []
         for _, alike in itertools.groupby(self.layers, lambda layer: layer[1:]):
             first, *others = alike
             name = f"{first.name} .. {others[-1].name} ({1 + len(others)})" if others else first.name
-            detail = f"{first.linears} of each: {first.detail}" if first.linears else first.detail
+            detail = f"{first.linears} of each: {first.detail}" if first.grade.startswith("linear") else first.detail
             rows.append((name, first.kind, first.grade, detail))
         if self.head is not None:
             treatment = "loss without logits" if self.head.converted else "left alone"
@@ -99,6 +108,7 @@ class Report:
             for row in [head, *rows]
         ]
         total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
+        total += f", {len(self.in_part)} of them in part" if self.in_part else ""
         total += f", {len(self.in_linear_layers)} in their linear layers" if self.in_linear_layers else ""
         return "\n".join([*lines, *self.parts, *_verified(self.verified), total])
 

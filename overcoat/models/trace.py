@@ -6,26 +6,30 @@ propose_mixer.py ask.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
 from overcoat.models import verify
 from overcoat.models.clone import Cloner, UnverifiableError, twin_of
-from overcoat.models.family import Family, original_class
+from overcoat.models.family import INPUT, REST, Argument, Family, original_class
 from overcoat.models.lora import base_of
 from overcoat.models.refusals import is_conv1d
 
 
 class Event(NamedTuple):
-    """A call of a module: its first input and its result, in their order."""
+    """A call of a module: its first input and its result, in their order. call, results: as `Modules` has
+    them; call None where an argument was made on the way."""
 
     path: str
     module: Any
     x: Tensor
     y: Tensor
+    call: Optional[tuple[Argument, ...]]
+    results: int
 
 
 class Trace(NamedTuple):
@@ -40,6 +44,7 @@ class Trace(NamedTuple):
     config: Any
     results: int
     given: tuple[str, ...]
+    without: tuple[str, ...]
 
 
 def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
@@ -48,27 +53,32 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
     owner: Any = model.get_submodule(owner_name) if stack and place.isdigit() else None
     if owner is None or not isinstance(getattr(owner, stack, None), nn.ModuleList):
         raise UnverifiableError("the model's own call of the layer is not known")
-    device = torch.device("cpu")
+    # Where the layer's own kernels run.
+    device = next((p.device for p in layer.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     configs: dict[int, Any] = {}
     is_large = sum(p.numel() for p in layer.parameters()) > verify.LARGE
-    clone = twin_of(layer, configs) if is_large else Cloner(device, configs).layer(layer)
+    clone = twin_of(layer, configs).to(device) if is_large else Cloner(device, configs).layer(layer)
     for part in clone.modules():
         vars(part)["training"] = False  # rates of dropout are refused by name, later
     scene = verify.scenes_of(owner, blank)["several rows"]
     given = verify.caught_call(owner, blank, stack, int(place), scene, device, configs)
     names = tuple(name for name, value in given.items() if value is not None)
+    named = tuple(inspect.signature(original_class(layer).forward).parameters)[2:]
     if isinstance(given.get("attention_mask"), Tensor) and given["attention_mask"].dim() == 2:
         given["attention_mask"] = None
     width = verify.width_of(owner, clone)
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn((scene.rows, verify.LENGTH, width), generator=generator)
+    generator = torch.Generator(device).manual_seed(2)
+    x = torch.randn((scene.rows, verify.LENGTH, width), generator=generator, device=device)
     events: list[Event] = []
+    passed = {name: verify.detached(value) for name, value in given.items()}
     watched = {path: part for path, part in clone.named_modules() if path}
     for path, part in watched.items():
-        vars(part)["forward"] = _watched(path, part, events)
+        vars(part)["forward"] = _watched(path, part, events, passed, named)
     try:
         with torch.no_grad():
-            y = original_class(clone).forward(clone, x.clone(), **{n: verify.detached(v) for n, v in given.items()})
+            y = original_class(clone).forward(clone, x.clone(), **passed)
     except Exception as error:
         raise UnverifiableError(f"its own forward could not run in FP32 ({error!r:.80})") from error
     finally:
@@ -77,12 +87,14 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
     results = len(y) if isinstance(y, tuple) else 0
     y = y[0] if isinstance(y, tuple) else y
     config = next((part.config for part in clone.modules() if hasattr(part, "config")), getattr(owner, "config", None))
-    return Trace(
-        clone, x, y, events, given.get("position_embeddings"), given.get("attention_mask"), config, results, names
-    )
+    embeddings, mask = given.get("position_embeddings"), given.get("attention_mask")
+    without = tuple(name for name, value in given.items() if value is None)
+    return Trace(clone, x, y, events, embeddings, mask, config, results, names, without)
 
 
-def _watched(path: str, part: Any, events: list[Event]) -> Callable[..., Any]:
+def _watched(
+    path: str, part: Any, events: list[Event], passed: dict[str, Any], named: tuple[str, ...]
+) -> Callable[..., Any]:
     own = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -91,10 +103,37 @@ def _watched(path: str, part: Any, events: list[Event]) -> Callable[..., Any]:
         y = own(*args, **kwargs)
         result = y[0] if isinstance(y, tuple) and y else y
         if x is not None and isinstance(result, Tensor):
-            events.append(Event(path, part, x, result.detach().clone()))
+            results = len(y) if isinstance(y, tuple) else 0
+            call = _call_of(part, args, kwargs, passed, named)
+            events.append(Event(path, part, x, result.detach().clone(), call, results))
         return y
 
     return forward
+
+
+def _call_of(
+    part: Any, args: tuple[Any, ...], kwargs: dict[str, Any], passed: dict[str, Any], named: tuple[str, ...]
+) -> Optional[tuple[Argument, ...]]:
+    """Return where a module's arguments came from, as `Modules.call`; None where one was made on the way."""
+    call: list[Argument] = []
+    is_open = any(
+        each.kind is each.VAR_KEYWORD for each in inspect.signature(original_class(part).forward).parameters.values()
+    )
+    found = False
+    for name, value in (*((None, each) for each in args), *kwargs.items()):
+        source = next((key for key, each in passed.items() if each is value and value is not None), None)
+        if source is None and value is None and name in passed:
+            source = name
+        if source is not None and source == name and source not in named and is_open:
+            continue  # with the rest
+        if isinstance(value, Tensor) and source is None and not found:
+            call.append(Argument(name, INPUT))
+            found = True
+        elif source is not None or isinstance(value, (int, float, str, type(None))):
+            call.append(Argument(name, source, value if source is None else None))
+        else:
+            return None
+    return (*call, Argument(None, REST)) if is_open else tuple(call)
 
 
 def shape_of(linear: Any) -> tuple[int, int]:

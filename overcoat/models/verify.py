@@ -36,8 +36,17 @@ from torch import Tensor, nn
 from overcoat.block import reference
 from overcoat.block.spec import Block, Norm, Tables
 from overcoat.models.clone import Cloner, UnverifiableError, fits, twin_of, with_parts
-from overcoat.models.decoder import as_called, as_they_are, block_of, embeddings_of, norm_eps, rotation_of
-from overcoat.models.family import Family, ModelSpec, original_class
+from overcoat.models.decoder import (
+    as_called,
+    as_they_are,
+    attention_of,
+    block_of,
+    embeddings_of,
+    in_turn,
+    norm_eps,
+    rotation_of,
+)
+from overcoat.models.family import Family, ModelSpec, Modules, original_class
 from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, called_by_name, has_hooks, interfaces_in, methods_in
 from overcoat.models.lora import base_of
 from overcoat.models.masks import check_mask, mask_makers, window_of
@@ -135,6 +144,9 @@ def _verify(layer: Any, family: Family, owner: Any, stack: str, place: int) -> V
     twin = is_large and (device.type == "cpu" or not fits(layer, device))
     configs: dict[int, Any] = {}
     clone = twin_of(layer, configs).to(device) if twin else Cloner(device, configs).layer(layer)
+    for modules in family.branches(clone, 1):
+        if modules.mixer is None and family.proposed:
+            vars(modules.owner)["forward"] = partial(_stand_in, modules.results)
     if owner is not None:
         scenes = scenes_of(owner, family)
         with contextlib.suppress(UncallableError):
@@ -153,6 +165,13 @@ def _verify(layer: Any, family: Family, owner: Any, stack: str, place: int) -> V
             if half or not family.rotary:
                 raise
     raise AssertionError
+
+
+def _stand_in(results: int, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a module that runs as it is, on either side: what it computes is of no matter, and may take long."""
+    x = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    y = torch.sin(x.flip(-1))
+    return (y, *(None,) * (results - 1)) if results else y
 
 
 def _worst(clone: Any, family: Family, scenes: dict[str, Scene], called: dict[str, Any]) -> Verified:
@@ -201,6 +220,28 @@ def caught_call(
     owner: Any, family: Family, stack: str, place: int, scene: Scene, device: torch.device, configs: dict[int, Any]
 ) -> dict[str, Any]:
     """Return the arguments, without hidden_states, with which the owner's own forward calls the layer at `place`."""
+    for results in range(4):  # how many a layer returns, in a tuple
+        try:
+            return _caught_call(owner, family, stack, place, scene, device, configs, results)
+        except _TakenError as error:
+            wrong = error
+    raise UncallableError(str(wrong)) from wrong
+
+
+class _TakenError(Exception):
+    """The owner's forward cannot take what its layers gave."""
+
+
+def _caught_call(
+    owner: Any,
+    family: Family,
+    stack: str,
+    place: int,
+    scene: Scene,
+    device: torch.device,
+    configs: dict[int, Any],
+    results: int,
+) -> dict[str, Any]:
     cloner = Cloner(device, configs, zeros=True)
     clone = cloner.layer(owner, owned=False)
     accepted = inspect.signature(original_class(owner).forward).parameters
@@ -210,12 +251,12 @@ def caught_call(
     def recorder(index: int) -> Callable[..., Tensor]:
         names = tuple(inspect.signature(original_class(layers[index]).forward).parameters)[1:]
 
-        def record(*args: Any, **kwargs: Any) -> Tensor:
+        def record(*args: Any, **kwargs: Any) -> Any:
             caught[index] = {**dict(zip(names, args, strict=False)), **kwargs}
             if len(caught) == len(layers):
                 raise _CaughtError
-            hidden: Tensor = caught[index][names[0]]
-            return hidden
+            hidden = caught[index][names[0]]
+            return (hidden, *(None,) * (results - 1)) if results else hidden
 
         return record
 
@@ -242,9 +283,8 @@ def caught_call(
     except _CaughtError:
         pass
     except Exception as error:
-        raise UncallableError(
-            f"{type(owner).__name__} could not be called with made-up rows ({error!r:.80})"
-        ) from error
+        kind = _TakenError if caught else UncallableError
+        raise kind(f"{type(owner).__name__} could not be called with made-up rows ({error!r:.80})") from error
     if place not in caught:
         raise UncallableError(f"{type(owner).__name__} did not call the layer")
     if family.rotary and caught[place].get("position_embeddings") is None:
@@ -257,26 +297,29 @@ def _made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch
     """Return arguments by the names that the layer's own forward has for them: any angles, a causal mask with the
     layer's window or, for an encoder, one of two images."""
     names = inspect.signature(original_class(clone).forward).parameters
-    branches = family.branches(clone, scene.rows)
-    owner, heads = next((m.owner, m.mixer.heads) for m in branches if hasattr(m.mixer, "heads"))
+    attends = attention_of(family.branches(clone, scene.rows))
+    window = window_of(attends.owner) if attends is not None else 0
     places = torch.arange(LENGTH, device=device)
     given: dict[str, Any] = {}
     distance = places[:, None] - places
     if family.encoder:
         visible = (places[:, None] < DOCUMENTS[1]) == (places < DOCUMENTS[1])
     else:
-        visible = (distance >= 0) & (distance < (window_of(owner) or LENGTH))
+        visible = (distance >= 0) & (distance < (window or LENGTH))
     if "cu_seqlens" in names:
         given["cu_seqlens"] = torch.tensor([0, DOCUMENTS[1], LENGTH], dtype=torch.int32, device=device)
-    elif "attention_mask" in names:
+    elif "attention_mask" in names and "attention_mask" not in family.without:
         given["attention_mask"] = torch.zeros(visible.shape, device=device).masked_fill(~visible, -math.inf)[None, None]
     if "position_ids" in names or family.q_scale is not None:
         given["position_ids"] = places.expand(scene.rows, -1)
     if family.rotary:
         generator = torch.Generator(device).manual_seed(2)
-        angles = torch.rand(LENGTH, (heads.rotated or heads.width) // 2, generator=generator, device=device) * 6.0
+        heads = None if attends is None else attends.mixer.heads
+        columns = family.columns if heads is None else heads.rotated or heads.width
+        angles = torch.rand(LENGTH, columns // 2, generator=generator, device=device) * 6.0
         if not half:
-            angles = angles.repeat_interleave(2, -1) if heads.rope_repeated else torch.cat((angles, angles), -1)
+            twice = heads is not None and heads.rope_repeated
+            angles = angles.repeat_interleave(2, -1) if twice else torch.cat((angles, angles), -1)
         tables: Any = (angles.cos(), angles.sin())
         given["position_embeddings"] = tables if family.encoder else tuple(x[None] for x in tables)
     return given
@@ -302,7 +345,8 @@ def _compare(clone: Any, family: Family, arguments: dict[str, Any], scene: Scene
     x, dy = (torch.randn(size, generator=generator, device=device, dtype=torch.float32) for _ in range(2))
     dy = dy * real
     forward, mask = original_class(clone).forward, arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2:  # handed on as the model was given it
+    attends = attention_of(family.branches(clone, scene.rows))
+    if isinstance(mask, Tensor) and mask.dim() == 2 and attends is not None:  # handed on as the model was given it
         # Additive: eager attention adds what it is given, a bool mask as ones.
         hidden = ~real[..., 0].bool()[:, None, None].expand(-1, 1, LENGTH, -1)
         arguments["attention_mask"] = torch.zeros_like(hidden, dtype=x.dtype).masked_fill(hidden, -math.inf)
@@ -320,16 +364,18 @@ def _compare(clone: Any, family: Family, arguments: dict[str, Any], scene: Scene
         if any("forward" in vars(module) for module in clone.modules()):
             return {f"a forward that was replaced on an object and fails with other weights: {error!r:.80}": -math.inf}
         raise UnverifiableError(f"its own forward could not run in FP32 ({error!r:.80})") from error
-    mask = images if images is not None else check_mask(arguments.get("attention_mask"), LENGTH)
+    mask = images
+    if images is None and attends is not None:
+        mask = check_mask(arguments.get("attention_mask"), LENGTH)
     ways: dict[str, Any] = {"its own mask": (mask, None)}
     positions = scene.given.get("position_ids")
     is_packed = positions is not None and bool((positions.diff() < 0).any())
     if "attention_mask" not in scene.given and not family.encoder:
-        window = window_of(family.branches(clone, scene.rows)[0].owner)
+        window = 0 if attends is None else window_of(attends.owner)
         starts = DOCUMENTS if is_packed else [LENGTH * row for row in range(scene.rows + 1)]
         # Eager attention of some models, and Qwen2.5-VL's text, do not look for documents in position_ids.
         is_seen = is_packed and mask is not None and not _sees(mask, DOCUMENTS[1], DOCUMENTS[1] - 1)
-        if family.branches(clone, 1)[0].mixer.heads.causal and (is_seen or not is_packed):
+        if attends is not None and attends.mixer.heads.causal and (is_seen or not is_packed):
             ways[STARTS] = (torch.tensor(starts, dtype=torch.int32, device=device), window)
     found = {}
     for title, (mask, window) in ways.items():
@@ -361,11 +407,15 @@ def propose(
         first = block.branches[0]
         qk_norm = (*first.qk_norm, None, family.q_scale(layer, given["position_ids"]).view(-1, 1))
         block = block._replace(branches=(first._replace(qk_norm=qk_norm), *block.branches[1:]))
-    result = reference.block(x.flatten(0, -2), block, tables).view(x.shape)
-    for modules in branches:
-        if modules.mixer is None:
-            result = result + as_they_are(modules, family, x if block.parallel else result)
-    return result
+    named = tuple(inspect.signature(original_class(layer).forward).parameters)[2:]
+
+    def fused(x: Tensor) -> Tensor:
+        return reference.block(x.flatten(0, -2), block, tables).view(x.shape)
+
+    def own(modules: Modules, x: Tensor) -> Tensor:
+        return as_they_are(modules, family, x, {name: detached(value) for name, value in given.items()}, named)
+
+    return in_turn(x, branches, block.parallel, fused, own)
 
 
 def _delta(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -400,7 +450,7 @@ def detached(value: Any) -> Any:
 
 def _hidden(clone: Any, family: Family) -> int:
     """The layer's own width, which a twin has smaller than the model."""
-    base = base_of(family.branches(clone, 1)[0].in_proj[0])
+    base = base_of(next(each.in_proj[0] for each in family.branches(clone, 1) if each.in_proj))
     return int(base.weight.shape[0 if is_conv1d(base) else 1])
 
 

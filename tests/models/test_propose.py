@@ -13,7 +13,7 @@ from torch import nn
 import overcoat
 from overcoat import Recipe
 from overcoat.block.mlp import Mlp
-from overcoat.models import propose, verify
+from overcoat.models import proposal, propose, verify
 from overcoat.models.decoder import block_of
 from overcoat.models.family import Family, decoder_layers, family_of
 from tests.models.census import build
@@ -22,10 +22,10 @@ from tests.models.zoo import ENCODERS, assert_equal, every_kind, make_batch, mak
 # By model type: the MLP's activation (None: it runs as it is), and what sets the wiring apart from Llama's.
 FOUND: dict[str, tuple[Any, dict[str, Any]]] = {
     "stablelm": ("silu", {}),
-    "nanochat": ("relu2", {"tables": propose.backwards}),
-    "phi": ("gelu_tanh", {"parallel": propose.always, "rotated": 8}),
-    "gptj": ("gelu_tanh", {"parallel": propose.always, "tables": propose.backwards, "rope_interleaved": True}),
-    "falcon": ("gelu", {"parallel": propose.always, "results": 2}),
+    "nanochat": ("relu2", {"tables": proposal.backwards}),
+    "phi": ("gelu_tanh", {"parallel": proposal.always, "rotated": 8}),
+    "gptj": ("gelu_tanh", {"parallel": proposal.always, "tables": proposal.backwards, "rope_interleaved": True}),
+    "falcon": ("gelu", {"parallel": proposal.always, "results": 2}),
     "nemotron": ("relu2", {"plus_one": True, "rotated": 8}),
     "biogpt": ("gelu", {"rotary": False}),
     "opt": ("relu", {"rotary": False}),
@@ -37,7 +37,7 @@ FOUND: dict[str, tuple[Any, dict[str, Any]]] = {
     "apertus": (None, {}),
     "qwen2_moe": (None, {}),
     "granitemoe": (None, {}),
-    "cohere2_moe": (None, {"parallel": propose.always, "rope_repeated": True}),
+    "cohere2_moe": (None, {"parallel": proposal.always, "rope_repeated": True}),
     "flex_olmo": (None, {"full_norm": True, "post": True}),
     "roberta": ("gelu", {"rotary": False, "norm_after_residual": True}),
     "whisper": ("gelu", {"rotary": False}),
@@ -69,7 +69,7 @@ def test_layers_of_other_classes_are_found_and_verified(kind: str) -> None:
     found = family(layers(model)[0])
     first, second = found.branches.parts  # type: ignore[attr-defined]
     assert getattr(second.mixer, "activation", None) == activation
-    known = {**found._asdict(), **first._asdict(), **first.mixer.heads._asdict(), "tables": found.tables}
+    known = {**first._asdict(), **first.mixer.heads._asdict(), **found._asdict()}
     assert {name: bool(known[name]) if value is True else known[name] for name, value in expected.items()} == expected
 
 
@@ -79,7 +79,8 @@ def test_what_families_say_is_found_without_them(kind: str) -> None:
     for name, layer in decoder_layers(model).items():
         found = propose.propose(model, name)
         if kind == "ministral3":  # a scale of q that grows with the position
-            assert "self_attn: nearest rotation by halves" in found.reason
+            assert found.family is not None
+            assert [part.mixer is None for part in found.family.branches.parts] == [True, False]  # type: ignore[attr-defined]
             continue
         assert found.family is not None, found.reason
         assert_same(layer, found.family, family(layer))
@@ -147,7 +148,6 @@ def warmer(layer: Any) -> Any:
 CHANGES = {
     "scaled": (scaled, "no multiple"),
     "more": (more, "no multiple"),
-    "warmer": (warmer, "self_attn: nearest rotation"),
 }
 
 
@@ -169,11 +169,9 @@ def test_layers_that_compute_something_else_are_not_found(name: str, monkeypatch
     [
         ("stablelm", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ("biogpt", {"activation_dropout": 0.1}, "activation_dropout is 0.1"),
-        ("gpt_neo", {}, "window_size is 256, which short rows do not show"),
-        ("diffllama", {}, "self_attn: nearest rotation by halves"),
-        ("hunyuan_v1_dense", {}, "self_attn: nearest rotation by halves"),
         ("mamba", {}, "mixer"),
-        ("big_bird", {}, "block_size is"),
+        ("big_bird", {}, "its own forward could not run"),
+        ("qwen3_next", {}, "linear_attn: its linear layers are not those of q, k, v, o"),
         ("bart", {"add_cross_attention": True}, "reads what another model makes"),
     ],
 )
@@ -328,3 +326,46 @@ def test_checkpoints_and_later_numbers_of_the_layer_itself() -> None:
         UserWarning, match="residual_multiplier has changed since it was converted, and its own forward in FP32"
     ):
         model(**inputs)
+
+
+# ---- mixers that run as they are ----------------------------------------------------------------------------------
+
+# By model type: what the first layer's mixer is, and fields of the configuration.
+MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": ("linear_attn", {"layer_types": ["linear_attention", "full_attention"]}),
+    "olmo_hybrid": ("linear_attn", {}),
+    "lfm2": ("conv", {"layer_types": ["conv", "full_attention"]}),
+    "diffllama": ("self_attn", {}),
+    "hunyuan_v1_dense": ("self_attn", {}),
+    "bamba": ("mamba", {}),
+}
+mixers = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in ("qwen3_5_text", "diffllama") else pytest.mark.nightly) for kind in MIXERS],
+)
+
+
+@mixers
+@pytest.mark.parametrize("batch", ["left-padded", "packed"])
+def test_an_mlp_is_fused_beside_a_mixer_as_it_is(kind: str, batch: str) -> None:
+    mixer, fields = MIXERS[kind]
+    model = build(kind, **fields)
+    inputs = make_batch(batch, length=40)
+    exact = trained(copy.deepcopy(model), {**inputs, "use_cache": False})
+    report = overcoat.convert(model)
+    assert report.layers[0].own == (mixer.partition(".")[0],)
+    assert report.layers[0].grade == "FP8 in part"
+    found = trained(model, inputs)
+    assert {*report.running().values()} <= {"FP8", "loss without logits"}
+    assert abs(found["loss"] - exact["loss"]) < 0.05
+    for name, x in exact.items():
+        if x.dim() > 1:
+            assert torch.cosine_similarity(found[name].float().flatten(), x.float().flatten(), 0) > 0.95, name
+
+
+def test_a_mixer_that_differs_from_attention_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("stablelm")
+    owner, forward = warmer(layers(model)[0])
+    monkeypatch.setattr(owner, "forward", forward)
+    report = overcoat.convert(model)
+    assert report.in_part == dict.fromkeys(report.converted, ("self_attn",))
