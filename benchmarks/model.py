@@ -162,6 +162,8 @@ def _measure_rank(rank: int, folder: str, name: str, work: Work, steps: int, dev
 
 def _measure(name: str, work: Work, steps: int, device: str) -> Row:
     training, graphs = Training(name, work, device), trainer_of(name).engine.graphs
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # the conversion's, which recording frees: the first pass counts its own
     for index in range(WARMUP):
         training.counts = index == (0 if graphs else WARMUP - 1)
         training.step()
