@@ -3,7 +3,8 @@
 For decoder layers that no verified block stands in for: other mixers (Gated DeltaNet, Mamba, latent attention),
 dropout, hooks, experts. Nothing about the layer needs to be known: a linear layer is one wherever it stands. Left as
 they are: small ones, whose time is that of launches; routers and gates of experts, whose choices jump; sizes that FP8
-GEMMs do not take.
+GEMMs do not take. Wide RMSNorms among them save their input in 8 bits, too, where transformers' save it in FP32; which
+module is one, its numbers say.
 """
 
 from __future__ import annotations
@@ -16,14 +17,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overcoat.block.linear_layer import SharedInput, linear_layer
+from overcoat.block.norm import norm_forward
+from overcoat.block.spec import Norm
+from overcoat.models.decoder import norm_eps
+from overcoat.models.family import Mixin, mixed, original_class
 from overcoat.models.fingerprint import why_mode
 from overcoat.models.lora import why_not_plain
+from overcoat.models.verify import is_rms_norm
 from overcoat.recipe import Recipe
 
 LARGE, NARROW, MULTIPLE = 2**16, 256, 16  # weights; and of K and N: the least, and what both are multiples of
 ROUTERS = ("gate", "router")
 # What nn.Linear computes with: where it is replaced later, the replacement runs.
 _OWN = (F.linear, nn.Linear.forward)
+
+
+class SavingNorm(Mixin):
+    """Mixin before an RMSNorm's own class: in `train()` mode what it saves for the backward is in 8 bits."""
+
+    overcoat_recipe: Optional[Recipe]
+    overcoat_plus_one: bool
+    overcoat_forward: Any  # the class's, whose numbers were compared
+    overcoat_eval: bool = False
+    weight: nn.Parameter
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """x (..., H) -> (..., H)."""
+        is_on = (self.training or self.overcoat_eval) and x.numel() > 0 and not isinstance(self.weight, DTensor)
+        is_same = original_class(self).forward is self.overcoat_forward and x.dtype == self.weight.dtype
+        if self.overcoat_recipe is None or not is_on or not is_same or args or kwargs:
+            return super().forward(x, *args, **kwargs)
+        weight = 1.0 + self.weight.float() if self.overcoat_plus_one else self.weight
+        return norm_forward(x, Norm(weight, None, norm_eps(self)), self.overcoat_recipe)
 
 
 class Fp8Linear(nn.Linear):
@@ -70,6 +95,27 @@ def convert_linears(layer: nn.Module, recipe: Recipe, eval_fp8: bool) -> dict[st
     for module in found.values():
         module.__class__ = Fp8Linear
         vars(module).update(overcoat_recipe=recipe, overcoat_shared=shared, overcoat_eval=eval_fp8)
+    for norm, plus_one in _wide_norms(layer):
+        original = original_class(norm)
+        norm.__class__ = mixed(SavingNorm, original)
+        named = {"overcoat_plus_one": plus_one, "overcoat_forward": original.forward}
+        vars(norm).update(overcoat_recipe=recipe, overcoat_eval=eval_fp8, **named)
+    return found
+
+
+def _wide_norms(layer: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return the modules of a layer that compute an RMSNorm of `NARROW` columns or more, and whether by 1 + weight."""
+    found = []
+    for module in layer.modules():
+        weight = module._parameters.get("weight")
+        is_alone = weight is not None and len(module._parameters) == 1 and not module._modules
+        if weight is None or not is_alone or weight.dim() != 1 or len(weight) < NARROW or "forward" in vars(module):
+            continue
+        if type(module) not in (original_class(module), mixed(SavingNorm, original_class(module))):
+            continue
+        plus_one = next((each for each in (False, True) if is_rms_norm(module, each)), None)
+        if plus_one is not None:
+            found.append((module, plus_one))
     return found
 
 
@@ -80,7 +126,11 @@ def restore_linears(layer: nn.Module) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]
             for name in ("overcoat_recipe", "overcoat_shared", "overcoat_eval"):
                 vars(module).pop(name, None)
-        elif isinstance(module, Fp8Linear):  # wrapped since: parametrized, or by FSDP2
+        elif isinstance(module, SavingNorm) and type(module) is mixed(SavingNorm, original_class(module)):
+            module.__class__ = original_class(module)
+            for name in ("overcoat_recipe", "overcoat_plus_one", "overcoat_forward", "overcoat_eval"):
+                vars(module).pop(name, None)
+        elif isinstance(module, (Fp8Linear, SavingNorm)):  # wrapped since: parametrized, or by FSDP2
             module.overcoat_recipe = None
 
 

@@ -482,8 +482,8 @@ def verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
         return Verified(reason=f"{error!r:.100}")
 
 
-def is_rms_norm(norm: Any) -> bool:
-    """True if a norm computes x / rms(x) * weight, with its own eps."""
+def is_rms_norm(norm: Any, plus_one: bool = False) -> bool:
+    """True if a norm computes x / rms(x) * weight, or `plus_one` times 1 + weight, with its own eps."""
     with undisturbed():
         clone = Cloner(torch.device("cpu"), {}).layer(norm)
         x = torch.randn(9, clone.weight.shape[0], generator=torch.Generator().manual_seed(4))
@@ -491,7 +491,10 @@ def is_rms_norm(norm: Any) -> bool:
             found = original_class(norm).forward(clone, x)
         except Exception:  # a norm that takes other inputs: its own forward runs, as ever
             return False
-        return decibels(reference.norm(x, Norm(clone.weight, None, norm_eps(norm))), found) >= LIMIT_DB
+        if not isinstance(found, Tensor):
+            return False
+        weight = 1.0 + clone.weight if plus_one else clone.weight
+        return decibels(reference.norm(x, Norm(weight, None, norm_eps(norm))), found) >= LIMIT_DB
 
 
 def _verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:

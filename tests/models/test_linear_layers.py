@@ -193,3 +193,45 @@ def test_results_may_be_changed_in_place() -> None:
     y = linear(torch.randn(2, 3, 256, requires_grad=True))
     y.mul_(2).sum().backward()
     assert linear.weight.grad is not None
+
+
+# ---- norms -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])  # weight, and 1 + weight
+def test_wide_norms_save_their_input_in_8_bits(kind: str) -> None:
+    model = unknown(kind)
+    layer = model.model.layers[-1]
+    norm = layer.input_layernorm
+    own, x, dy = copy.deepcopy(norm).double(), *(torch.randn(2, 40, 256, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        norm.weight.uniform_(0.2, 1.8)
+        own.weight.copy_(norm.weight)
+    convert_linears(layer, Recipe(), eval_fp8=False)
+    assert isinstance(norm, linear_layers.SavingNorm)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = norm(x.requires_grad_())
+    assert sum(t.nbytes for t in saved) < 0.6 * x.nbytes
+    y.backward(dy)
+    exact = x.detach().double().requires_grad_()
+    expected = own(exact)
+    expected.backward(dy.double())
+    assert sqnr(expected, y) > 45  # BF16
+    assert x.grad is not None
+    assert norm.weight.grad is not None
+    assert sqnr(exact.grad, x.grad) > 30
+    assert sqnr(own.weight.grad, norm.weight.grad) > 30
+    assert torch.equal(norm.eval()(x), type(own).forward(norm, x))
+    restore_linears(layer)
+    assert type(norm) is type(own)
+
+
+def test_a_norm_whose_class_is_patched_later_runs_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = unknown("deepseek_v3")
+    layer = model.model.layers[-1]
+    norm, original = layer.input_layernorm, type(layer.input_layernorm)
+    convert_linears(layer, Recipe(), eval_fp8=False)
+    monkeypatch.setattr(original, "forward", lambda self, x: 2 * x)
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    assert torch.equal(norm(x), 2 * x)
