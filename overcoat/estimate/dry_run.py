@@ -2,7 +2,7 @@
 
 The real model runs at its full depth, converted by `overcoat.convert`, with autograd's own engine: if a block saves one
 more tensor, or frees one earlier, the prediction changes too. The optimizer's step is not run, as its states are
-counted from shapes; fsdp.py replaces FSDP2's hooks.
+counted from shapes. Of several GPUs the first runs, with FSDP2 (fsdp.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from overcoat.block import offload
-from overcoat.estimate.fsdp import FullyShard, travel_in_fp8, travelling
-from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter
+from overcoat.estimate.fsdp import shard
+from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter, own
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.replay import alike_blocks
 from overcoat.estimate.setup import Setup
@@ -42,13 +43,12 @@ class DryRun(NamedTuple):
     phases: live bytes by category, without parameters and earlier gradients; key: True if gradients are released,
         which changes only when they are freed.
     host: bytes of saved activations in host memory (`Recipe.offload_blocks`).
-    work: operations and bytes of its ops. gathered: bytes of all parameters, as FSDP2 gathers them.
+    work: operations and bytes of its ops.
     """
 
     phases: dict[bool, list[Living]]
     host: int
     work: Work
-    gathered: int
 
 
 def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
@@ -78,22 +78,23 @@ def own_loss(model: Any, batch: int, sequence: int, side: int = SIDE) -> Tensor:
 class Trained(NamedTuple):
     """A model on the meta device, prepared as a setup trains it.
 
-    parameters: before weights are replaced by their FP8 codes; report: of `convert`; parts: for gradient release.
+    parameters: before they are sharded; report: of `convert`; parts: for gradient release. gathered: bytes of all
+        parameters, as FSDP2 gathers them.
     """
 
     model: Any
     parameters: tuple[Tensor, ...]
     report: Report
     parts: Parts
+    gathered: int
 
 
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     """Return the model of a configuration, for any number of dry runs."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     parameters, report = tuple(model.parameters()), convert(model, setup.recipe)
-    if setup.is_sharded(gpus) and setup.all_gather == "fp8":
-        travel_in_fp8(model, gpus)
-    return Trained(model, parameters, report, Parts(model, gpus))
+    gathered = shard(model, setup, gpus) if setup.is_sharded(gpus) else 0
+    return Trained(model, parameters, report, Parts(model), gathered)
 
 
 def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
@@ -101,15 +102,16 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
     meter = Meter(not setup.document_mask, work := Work())
     parameters = list(of.model.parameters())
     meter.leave_out([*parameters, *of.model.buffers()])
-    if setup.accumulation > 1 and not setup.is_sharded(gpus):
+    if setup.accumulation > 1:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         meter.leave_out(parameter.grad for parameter in trained)
     with (
         _refusing_values(of.model.config),
-        _gradient_hooks(of, parameters, meter, setup, gpus) as held,
+        _gradient_hooks(of, parameters, meter, setup) as held,
         watch(of.model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
+        meter.watch_resizes(),
         meter,
         alike_blocks(meter),
         offload.separate(META) as transfers,
@@ -124,17 +126,17 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         for parameter in parameters:
             parameter.grad = None
     meter.stop()
-    gathered = sum(travelling(parameter).nbytes for parameter in parameters)
     categories = [
         _category(meter.tags.get(number, WORKSPACE), place, number in kept)
         for number, place in enumerate(meter.places())
     ]
     phases = {False: meter.account(categories, held), True: meter.account(categories)}
-    return DryRun(phases, transfers.pool.total_bytes, work, gathered)
+    return DryRun(phases, transfers.pool.total_bytes, work)
 
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> SavedReport:
     """Predict `overcoat.memory.record_kept`'s report of one forward pass, by op and tensor."""
+    setup = replace(setup, replicated=False)
     model, meter = trained_model(config, setup).model, Meter(not setup.document_mask, Work())
     with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
         loss_of(model, batch, sequence)
@@ -167,9 +169,7 @@ def _category(tag: str, place: str, kept: bool) -> str:
 
 
 @contextlib.contextmanager
-def _gradient_hooks(
-    of: Trained, parameters: list[Tensor], meter: Meter, setup: Setup, gpus: int
-) -> Iterator[AbstractSet[int]]:
+def _gradient_hooks(of: Trained, parameters: list[Tensor], meter: Meter, setup: Setup) -> Iterator[AbstractSet[int]]:
     """Collect and release gradients (with several processes, shards of them) as `overcoat.optim.release` does.
 
     Not while they accumulate. Yields the allocations that without release would live until `optimizer.step()`.
@@ -178,8 +178,13 @@ def _gradient_hooks(
     held: set[int] = set()
     of.parts.restart()
 
-    def keep(parameter: Tensor, gradient: Tensor) -> None:
-        """Keep a gradient that is no parameter's `grad`."""
+    def accumulated(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = own(parameter.grad)
+        meter.tag(gradient, GRADIENTS)
+        if setup.accumulation > 1:
+            return
+        parameter.grad = None
         if not waiting:
             torch.autograd.Variable._execution_engine.queue_callback(waiting.clear)
         waiting.append(gradient)
@@ -189,20 +194,6 @@ def _gradient_hooks(
         if size >= (BATCH_BYTES if is_complete else PART_BYTES):
             waiting.clear()
 
-    def accumulated(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        meter.tag(gradient, GRADIENTS)
-        if setup.accumulation == 1:
-            parameter.grad = None
-            keep(parameter, gradient)
-
-    if setup.is_sharded(gpus):
-        # An accumulated gradient is added to the existing one and freed.
-        take = keep if setup.accumulation == 1 else lambda *_: None
-        with FullyShard(of.model, meter, gpus, setup.replicated, setup.torch_reduce_dtype, take).installed():
-            yield held
-        return
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
     try:

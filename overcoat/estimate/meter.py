@@ -62,8 +62,6 @@ _NONE = object()  # of an op that must run again
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Done]:
     """Run an op; on meta tensors results are cached, unless they share memory with arguments other than the first."""
-    if func.is_view:
-        return func(*args, **kwargs), Done(_NONE, None, 0)
     key = _key(func, args, kwargs)
     known = _done.get(key)
     if known is not None:
@@ -140,6 +138,7 @@ class Meter(TorchDispatchMode):
         self.numbers: dict[int, int] = {}  # of living allocations, by their storage
         self._references: dict[int, Any] = {}
         self._outside: list[Any] = []
+        self._regions: list[str] = []  # around the op; of FSDP2's what they allocate, of others ""
 
     @property
     def count(self) -> int:
@@ -188,6 +187,11 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _READ_VALUE and args[0].device.type == "meta":
             return self.answer
+        if func.namespace == "profiler":  # `record_function`
+            self._enter_or_exit(*args)
+            return func(*args, **kwargs)
+        if func.is_view:
+            return func(*args, **kwargs)
         if func in EXPANDED:
             with self:
                 return EXPANDED[func](*args, **kwargs)
@@ -198,8 +202,17 @@ class Meter(TorchDispatchMode):
         self._count(out, done)
         return out
 
+    def _enter_or_exit(self, of: Any, *_: Any) -> None:
+        """Follow FSDP2, which runs its hooks inside `record_function`."""
+        if not isinstance(of, str):
+            self._regions.pop()
+        elif of.startswith("FSDP::"):
+            self._regions.append(GRADIENTS if of.startswith("FSDP::post_backward") else GATHERED)
+        else:
+            self._regions.append("")
+
     def _count(self, out: Any, done: Done) -> None:
-        if self.work is not None and done.work is not None:
+        if self.work is not None and done.work is not None and not any(self._regions):
             self.work.add(*done.work, "backward" in self.label)
         for tensor in (out,) if type(out) is Tensor else tensors_in(out):
             self._see((tensor if type(tensor) is Tensor else own(tensor)).untyped_storage())
@@ -224,6 +237,8 @@ class Meter(TorchDispatchMode):
         number = len(self.allocations)
         self.allocations.append((size, self.label))
         self.events.append((number, size))
+        if self._regions and self._regions[-1]:
+            self.tags[number] = self._regions[-1]
         return number
 
     def adopt(self, storage: torch.UntypedStorage, number: int) -> None:

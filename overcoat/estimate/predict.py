@@ -116,28 +116,28 @@ class Predictor:
         gpus: processes of FSDP2 (`fully_shard` on every decoder layer and the model); 1: no FSDP2.
         """
         setup = setup or Setup()
-        (_, parameters, report, _), run = self._run(batch, sequence, setup, gpus)
-        lasting, host = self._lasting(parameters, setup, gpus)
+        model, run = self._run(batch, sequence, setup, gpus)
+        lasting, host = self._lasting(model.parameters, setup, gpus)
         living = run.phases[setup.release_gradients]
         by_phase = [_together(lasting, fullest) for _, fullest, _ in living]
         base, peaks = sum(lasting.values()), [sum(each.values()) for each in by_phase]
         phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(living, peaks, strict=True)]
         fullest = peaks.index(max(peaks))
         components, moment = by_phase[fullest], phases[fullest].label
-        count = sum(parameter.numel() for parameter in parameters)
-        work_done = (components, moment, phases, count, host + run.host, report, by_phase)
+        count = sum(parameter.numel() for parameter in model.parameters)
+        work_done = (components, moment, phases, count, host + run.host, model.report, by_phase)
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
         """Predict the seconds of a step."""
         gpus = cluster.sharding
-        (_, parameters, *_), run = self._run(batch, sequence, setup, gpus)
-        lasting, host = self._lasting(parameters, setup, gpus)
-        trained = sum(part_bytes(each, gpus) for each in parameters if each.requires_grad)
+        model, run = self._run(batch, sequence, setup, gpus)
+        lasting, host = self._lasting(model.parameters, setup, gpus)
+        trained = sum(part_bytes(each, gpus) for each in model.parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
-        weights = sum(each.nbytes for each in parameters)
+        weights = sum(each.nbytes for each in model.parameters)
         wider = (setup.torch_reduce_dtype or setup.torch_dtype).itemsize / setup.torch_dtype.itemsize
-        sizes = Sizes(weights, run.gathered, int(weights * wider), trained, states, host, run.host)
+        sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host)
         return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
 
     def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[Trained, DryRun]:
@@ -155,8 +155,12 @@ class Predictor:
             if (alone, gpus) not in self._models:
                 self._models[alone, gpus] = trained_model(self.config, alone, gpus)
             trained = self._models[alone, gpus]
-            if work not in self._runs:
-                self._runs[work] = dry_run(trained, *work, self.loss_of)
+            try:
+                if work not in self._runs:
+                    self._runs[work] = dry_run(trained, *work, self.loss_of)
+            except BaseException:
+                del self._models[alone, gpus]  # FSDP2 has stopped amid a step
+                raise
         return trained, self._runs[work]
 
     def batches(self, sequence: int, setup: Setup, gpus: int) -> list[int]:

@@ -90,4 +90,4 @@ class Setup:
 
     def of_model(self) -> Setup:
         """Return the setup reduced to what the model and its all-gather depend on."""
-        return dataclasses.replace(self.without_optimizer(), accumulation=1, reduce_dtype=None)
+        return dataclasses.replace(self.without_optimizer(), accumulation=1)

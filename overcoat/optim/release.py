@@ -66,14 +66,13 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 
 class Parts:
     """The parts of a model whose gradients are stepped together: its largest modules that are small enough.
 
-    A parameter of several modules belongs to the first. processes: more than 1
-    in an estimate, whose unsharded parameters stand for ones sharded over so many processes.
+    A parameter of several modules belongs to the first.
     """
 
-    def __init__(self, model: nn.Module, processes: int = 1) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.number: dict[int, int] = {}  # of the part, by the parameter's id
         trained = [param for param in model.parameters() if param.requires_grad]
-        self._add(model, min(PART_BYTES * processes, PART_SHARE * sum(map(shard_bytes, trained))))
+        self._add(model, min(PART_BYTES, PART_SHARE * sum(map(shard_bytes, trained))))
         self.restart()
 
     def _add(self, module: nn.Module, most: float) -> None:

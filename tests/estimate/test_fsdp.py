@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import overcoat
 from overcoat import Recipe
-from overcoat.estimate import Setup, predict
+from overcoat.estimate import Predictor, Setup, predict
+from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.phases import Phase, measure_step
 from tests.models.zoo import make_model
 from tests.processes import on_two
@@ -34,6 +36,7 @@ STEPS = (
     ("alike in both", False, Setup(reduce_dtype="float32", replicated=True)),
     ("alike in both, FP8", False, Setup(all_gather="fp8", reduce_dtype="float32", replicated=True)),
     ("alike in both, blocks in FP8", False, Setup(Recipe(linear_scaling="block"), all_gather="fp8", replicated=True)),
+    ("alike in both, accumulation", False, Setup(replicated=True, accumulation=2)),
     ("released", False, Setup(release_gradients=True)),
 )
 # gloo's threads drop what they sent a moment late, in one step or another: the least of some steps is the truth.
@@ -120,3 +123,21 @@ def test_every_phase_of_a_sharded_step(name: str, tied: bool, setup: Setup, meas
         assert mine.peak == pytest.approx(real.peak, abs=times * 24576), mine.label
         if real is not measured[name][-1]:  # gradients are freed at its end
             assert mine.end == pytest.approx(real.end, abs=times * 16384), mine.label
+
+
+def test_a_dry_run_that_fails_leaves_nothing_behind() -> None:
+    """Neither a process group nor a model whose FSDP2 has stopped amid a step."""
+    fails = [True]
+
+    def loss_of(model: Any, batch: int, sequence: int) -> torch.Tensor:
+        loss = own_loss(model, batch, sequence)
+        if fails:
+            raise KeyboardInterrupt
+        return loss
+
+    predictor, work = Predictor(_model(False).config, loss_of), (BATCH, LENGTH, Setup(), 2)
+    with pytest.raises(KeyboardInterrupt):
+        predictor.predict(*work)
+    fails.clear()
+    assert predictor.predict(*work).phases == predict(predictor.config, *work).phases
+    assert not dist.is_initialized()
