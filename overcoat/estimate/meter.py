@@ -62,6 +62,8 @@ _NONE = object()  # of an op that must run again
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Done]:
     """Run an op; on meta tensors results are cached, unless they share memory with arguments other than the first."""
+    if func.is_view:
+        return func(*args, **kwargs), Done(_NONE, None, 0)
     key = _key(func, args, kwargs)
     known = _done.get(key)
     if known is not None:
@@ -138,7 +140,7 @@ class Meter(TorchDispatchMode):
         self.numbers: dict[int, int] = {}  # of living allocations, by their storage
         self._references: dict[int, Any] = {}
         self._outside: list[Any] = []
-        self._regions: list[str] = []  # around the op; of FSDP2's what they allocate, of others ""
+        self._regions: list[str] = []  # open `record_function`s: the name of what FSDP2 allocates in its own, or ""
 
     @property
     def count(self) -> int:
@@ -185,12 +187,12 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.is_view and any(self._regions):  # thousands, of what the meter has seen
+            return func(*args, **kwargs)
         if func is _READ_VALUE and args[0].device.type == "meta":
             return self.answer
-        if func.namespace == "profiler":  # `record_function`
+        if func.namespace == "profiler":
             self._enter_or_exit(*args)
-            return func(*args, **kwargs)
-        if func.is_view:
             return func(*args, **kwargs)
         if func in EXPANDED:
             with self:
@@ -203,7 +205,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _enter_or_exit(self, of: Any, *_: Any) -> None:
-        """Follow FSDP2, which runs its hooks inside `record_function`."""
+        """Follow `record_function`, inside which FSDP2 runs its hooks. Their time is `Times.links`, not `work`."""
         if not isinstance(of, str):
             self._regions.pop()
         elif of.startswith("FSDP::"):
