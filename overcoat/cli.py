@@ -60,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Exit after help and errors: flush here, so that a closed pipe or a full disk is reported in one line."""
+        """Exit after help and errors; flushes first, so that a closed pipe or a full disk is reported in one line."""
         super().exit(_status_of(argparse.Namespace(function=lambda _: status)), message)
 
 
@@ -219,7 +219,7 @@ def train_command(parsed: argparse.Namespace) -> int:
 
 
 def _launch(parsed: argparse.Namespace, config: Any) -> int:
-    """Run `overcoat train` in several processes if --gpus or --max-restarts asks for it."""
+    """Run `overcoat train` in --gpus processes."""
     if parsed.gpus < 1 or parsed.max_restarts < 0:
         raise ValueError(
             f"--gpus {parsed.gpus} --max-restarts {parsed.max_restarts}: a number of processes, at least 1"
@@ -242,8 +242,8 @@ def read_config(path: str, overrides: list[str], memory: int | None, cluster: An
 
 
 class LastingStream:
-    """A text stream that never raises: not if its reader is gone (`| head`, a closed terminal, a full disk), and not at
-    characters that its encoding lacks."""
+    """A text stream that never raises: neither when its reader is gone (`| head`, a closed terminal, a full disk), nor
+    at characters that its encoding lacks."""
 
     def __init__(self, stream: TextIO | None):
         # None: closed before this process began
@@ -283,7 +283,7 @@ def _write(text: str) -> None:
 
 
 def _fail(status: int, text: str, error: Exception | None = None) -> int:
-    """Print the reason of a failure in one line and return the exit status. Of several processes only one prints.
+    """Print the reason of a failure in one line and return the exit status. With several processes only one prints.
 
     error: an unexpected exception, whose traceback is printed first.
     """

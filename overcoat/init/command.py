@@ -109,8 +109,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _tokenizer(config: Config, name: str) -> Any | None:
-    """Return the tokenizer with which the first rows have been tried; None if it is trained on the data or cannot be
-    fetched here. ValueError: the training would refuse it, its chat template or one of the rows."""
+    """Return the tokenizer after trying it on the first rows; None if it is trained on the data or cannot be fetched
+    here. ValueError: training would refuse it, its chat template or a row."""
     if not tokenizer_name(config) or config.data.is_tokens:
         return None
     try:
@@ -145,8 +145,8 @@ def _passes(config: Config, tokenizer: Any | None) -> list[str]:
 
 
 def _data_tokens(config: Config, tokenizer: Any | None) -> int:
-    """Return about how many tokens the files hold: counted in the first COUNTED bytes, by the files' sizes beyond. 0:
-    not known (a hub's data, compressed files). Without a tokenizer 4 bytes are one token."""
+    """Return about how many tokens the files hold, extrapolated from the first COUNTED bytes; 0 if unknown (a dataset,
+    compressed files). Without a tokenizer 4 bytes count as a token."""
     data = config.data
     if data.dataset:
         return 0
@@ -187,6 +187,7 @@ def _answer(question: str) -> str:
 
 
 def _model(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the [model] keys. ValueError: there are no weights to start from, or the model cannot start without."""
     check_is_model(parsed.model)
     shape = MODELS.get(parsed.model) if not Path(parsed.model).exists() else None
     if not parsed.from_scratch:
@@ -199,8 +200,8 @@ def _model(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fields(config: Any, name: str) -> dict[str, Any]:
-    """Return the values of a model's configuration that its class has and that differ from what transformers makes.
-    Anything else that a config.json says is left out: it comes from a stranger."""
+    """Return the fields of a model's configuration that differ from transformers' defaults. Fields that the class does
+    not define are left out: a config.json may come from a stranger."""
     kind = type(config)
     known = kind().to_dict().keys() - PreTrainedConfig().to_dict().keys() - UNTOLD
     found = {key: config.to_dict()[key] for key in sorted(known) if not key.endswith("token_id")}
@@ -227,12 +228,13 @@ def _without_null(value: Any) -> Any:
 
 
 def _may_have_weights(path: Path) -> bool:
-    """Not of a file, nor of a folder without those that transformers reads; what is not here may be a hub name."""
+    """True for a folder with weights in a format of transformers, and for a path that does not exist (it may be a hub
+    name)."""
     return not path.exists() or any(any(path.glob(name)) for name in WEIGHTS)
 
 
 def _data(names: list[str]) -> dict[str, Any]:
-    """Files, whose first row says what they hold, or a dataset."""
+    """Return the [data] keys for files, by what their first row holds, or for a dataset."""
     is_name = len(names) == 1 and not any(sign in names[0] for sign in "*?[") and not Path(names[0]).exists()
     is_file = Path(names[0]).suffix.lower() in (*ROWS, *NOT_TEXT, ".txt") or names[0] in ("stdlib", "site-packages")
     if is_name and not is_file:
@@ -268,7 +270,8 @@ def _data(names: list[str]) -> dict[str, Any]:
 
 
 def _images(file: Path, key: str) -> dict[str, Any]:
-    """The folder of the images that the first rows name, if they do: the file's own, or one in it."""
+    """Return the folder of the images that the first rows name: the file's own, or one inside it; {} if they name
+    none."""
     named = (image_paths(row, key, where) for where, row in itertools.islice(read_rows(file), FIRST_ROWS))
     path = next((paths[0] for paths in named if paths), None)
     if path is None:
@@ -295,7 +298,8 @@ def _training(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | None) -> tuple[dict[str, Any], str]:
-    """The values with rows, recipe and where the moments are; and a sentence about it."""
+    """Return the values with rows, recipe and the place of the moments chosen, and a sentence about the choice.
+    ValueError: not one row fits."""
     if memory is None:
         rows = next(size for size in (4, 3, 2, 1) if parsed.rows % size == 0)
         chosen = f"{rows} rows in a forward pass; no GPU's memory was planned with (--gpu-memory)"
@@ -337,8 +341,8 @@ def _rows(many: int, at_once: int) -> dict[str, Any]:
 
 
 def _written(command: str, values: dict[str, Any], *said: str) -> str:
-    """Return TOML with what each key means; each value by the library's writer, and read back. command: which reads it.
-    ValueError: TOML cannot hold a value, or a name that is not Unicode."""
+    """Return `values` as commented TOML, checked by reading it back. command: the command that reads the file.
+    ValueError: TOML cannot hold a value."""
     known = all_keys()
     lines = [f"# {one_line(line)}" for line in (command, *said, "All keys: overcoat train --keys")]
     tables: dict[str, dict[str, Any]] = {}

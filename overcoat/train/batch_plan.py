@@ -50,7 +50,8 @@ class BatchPlan(NamedTuple):
 
 
 def rows_of_process(config: Config, cluster: Cluster = ONE) -> int:
-    """Rows of a step that each process takes, or takes part of; cluster: that is to train, where none of it is here."""
+    """Return how many rows of a step one process takes, alone or together with its context-parallel neighbors. cluster:
+    the GPUs that an estimate is for, where the run is not started on them."""
     return config.train.rows_per_step * config.parallel.context // max(process.count(), cluster.gpus)
 
 
@@ -61,12 +62,14 @@ def divisors(count: int) -> list[int]:
 
 
 def recipe_of(config: Config, fit: BatchPlan) -> overcoat.Recipe:
+    """Return the configured recipe, with block checkpoints where the plan asks for them."""
     recipe = make_recipe(config.recipe)
     return replace(recipe, checkpoint="block") if fit.block_checkpoints else recipe
 
 
 def _checkpointed(config: Config, fit: BatchPlan) -> list[BatchPlan]:
-    """The same batch with block checkpoints; none if it has them, or has no FP8 blocks."""
+    """Return `plan` with block checkpoints as a list of one; [] if it has them already, or the recipe has no FP8
+    blocks."""
     recipe = recipe_of(config, fit)
     return [fit._replace(block_checkpoints=True)] if recipe.fp8 and recipe.checkpoint is None else []
 
@@ -82,7 +85,7 @@ def next_leaner(config: Config, fit: BatchPlan) -> BatchPlan | None:
 
 
 def leanest(fits: Iterable[BatchPlan]) -> BatchPlan:
-    """The fewest rows of all fits, with block checkpoints if any has them."""
+    """Return the fewest rows of all plans, with block checkpoints if any plan has them."""
     rows, checkpoints = zip(*fits, strict=True)
     return BatchPlan(min(rows), any(checkpoints))
 
@@ -98,9 +101,12 @@ class Training(NamedTuple):
 
 
 def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) -> Training:
-    """Model, batch and setup of a training configuration, for an estimate, on each GPU of `cluster`; of one row if
-    `train.batch_size = "auto"` finds nothing that fits into `memory` bytes (None: `train.memory_limit_gib`, or this
-    machine's GPU)."""
+    """Return model, batch and setup of a training configuration for an estimate, on each GPU of `cluster`.
+
+    memory: bytes that train.batch_size = "auto" plans with (None: train.memory_limit_gib, or this machine's GPU). If
+    nothing fits, the estimate is of one row. ValueError: the estimate does not cover an option, or `cluster` cannot run
+    it.
+    """
     sees_images = "; overcoat estimate --model NAME sees images" if config.data.images else ""
     require(not config.not_estimated, f"{config.not_estimated}: set it aside{sees_images}")
     rows = config.train.rows_per_step
@@ -125,7 +131,7 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
 
 
 def _check_shared(config: Config, cluster: Cluster) -> None:
-    """Refuse a configuration that does not say what `cluster` does."""
+    """Refuse a configuration whose [parallel] or rows do not match `cluster`."""
     shard, nodes, rows = config.parallel.shard, config.parallel.nodes, config.train.rows_per_step
     require(
         shard == ("hybrid" if cluster.hybrid else "full"),
@@ -141,7 +147,7 @@ def _check_shared(config: Config, cluster: Cluster) -> None:
 
 
 def training_setup(config: Config, fit: BatchPlan, cluster: Cluster = ONE) -> Setup:
-    """Return the memory setup of a training configuration with the micro-batches and recipe of `fit`; cluster: as in
+    """Return the memory setup of a training configuration with the micro-batch and recipe of `plan`; cluster: as in
     `rows_of_process`."""
     optimizer = config.optimizer
     return Setup(
@@ -161,8 +167,8 @@ def training_setup(config: Config, fit: BatchPlan, cluster: Cluster = ONE) -> Se
 
 
 def model_config(config: Config, tokenizer: Any | None = None) -> Any:
-    """The transformers configuration of the model that is trained. ValueError: the vocabulary is that of a tokenizer
-    which is not given."""
+    """Return the transformers configuration of the model to train. ValueError: the vocabulary size depends on a
+    tokenizer that is not given."""
     model, size = config.model, config.tokenizer.vocab_size
     if model.name:
         return load_model_config(model.name)
@@ -176,7 +182,8 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
 
 
 def configured_fit(config: Config, cluster: Cluster = ONE) -> BatchPlan:
-    """`train.batch_size` rows in a forward pass; fewer where a process has fewer, or they do not divide its rows."""
+    """Return the plan of a configured train.batch_size: the largest divisor of the process' rows that is not above
+    it."""
     assert config.train.batch_size != "auto"
     return BatchPlan(
         next(size for size in divisors(rows_of_process(config, cluster)) if size <= config.train.batch_size)
@@ -184,8 +191,8 @@ def configured_fit(config: Config, cluster: Cluster = ONE) -> BatchPlan:
 
 
 def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> BatchPlan:
-    """The fit a run on `device` begins with, before its model is there. ValueError: `train.batch_size = "auto"`, and
-    not a single row fits, or the memory is not known."""
+    """Return the plan that a run on `device` begins with; the model need not exist yet. ValueError: with
+    train.batch_size = "auto", not even one row fits, or the free memory is unknown."""
     if config.train.batch_size != "auto":
         return configured_fit(config)
     memory = memory_to_plan_with(config, device)
@@ -204,9 +211,13 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Ba
 def choose_fit(
     config: Config, model: Any, memory: int, cluster: Cluster = ONE, loss_of: LossOf | None = None
 ) -> BatchPlan | None:
-    """The largest micro-batch of a step's rows that fits into `memory` bytes, less SAFETY but for the leanest of all;
-    with block checkpoints where not a single row fits without them and `train.on_oom` allows them; None: nothing fits.
-    cluster: as of `rows_of_process`; loss_of: a step's loss, if not that of text."""
+    """Return the plan with the largest micro-batch that fits into `memory` bytes minus the SAFETY share; None if
+    nothing fits.
+
+    Block checkpoints are tried if not even one row fits without them and train.on_oom allows them; the leanest plan of
+    all may use the SAFETY share, too. cluster: as in `rows_of_process`; loss_of: the loss of a step (default: that of
+    text).
+    """
     predictor = Predictor(model, loss_of or loss_for_estimates(config.data.masks_documents))
 
     def needed(fit: BatchPlan) -> int:
@@ -225,8 +236,8 @@ def choose_fit(
 
 
 def memory_to_plan_with(config: Config, device: torch.device | None) -> int:
-    """Bytes that a run may take on `device` (None: there is none), the CUDA context's included. ValueError: there is no
-    GPU, and no `train.memory_limit_gib`."""
+    """Return how many bytes a run may use on `device` (None: no GPU), including the CUDA context. ValueError: neither a
+    GPU nor train.memory_limit_gib is given."""
     known = [int(config.train.memory_limit_gib * GIBI)] if config.train.memory_limit_gib else []
     if device is not None and device.type == "cuda":
         gc.collect()  # an earlier run's model

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def check_config(config: Config) -> None:
-    """Find what is wrong with the device, the recipe, the optimizer and the inline model before anything is read."""
+    """Refuse a device, recipe, optimizer or model that cannot work, before any data are read."""
     device = choose_device(config.train.device)
     make_recipe(config.recipe)
     require(
@@ -51,10 +51,11 @@ def check_config(config: Config) -> None:
 
 
 def build_model(config: Config, tokenizer: Any | None, device: torch.device = CPU) -> Any:
-    """The transformers model on `device`, parameters in `model.dtype`; weights from the seed or from `model.name`.
+    """Return the transformers model on `device` in `model.dtype`, with weights from `model.name` or drawn from the
+    seed.
 
-    No parameter exists twice on the way, on the host or the device. Random ones are drawn on the device, so a seed
-    means other weights on a GPU than on a CPU.
+    No parameter exists twice during loading, neither on the host nor on the device. Random weights are drawn on the
+    device, so a seed gives other weights on a GPU than on a CPU.
     """
     transformers = load_extra("transformers", "hf", "building the model")
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
@@ -81,7 +82,7 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
 
 
 def check_is_model(name: str) -> None:
-    """Refuse folders of adapters, and of runs, for the model itself."""
+    """Refuse a folder that holds adapters, or a run, instead of a model."""
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(
@@ -94,8 +95,8 @@ def check_is_model(name: str) -> None:
 
 @torch.no_grad()
 def check_weights(model: nn.Module, where: str) -> None:
-    """Refuse weights that are NaN or infinite, of which no training is possible, by the name of the first; of several
-    processes in all of them. `where`: where they come from."""
+    """Refuse NaN or infinite weights, in every process; the message names the first tensor. where: their source, for
+    the message."""
     named = [(name, local(each)) for name, each in model.named_parameters()]
     named = [(name, each) for name, each in named if each.is_floating_point() and each.itemsize > 1 and each.numel()]
     if named:
@@ -114,7 +115,7 @@ def check_weights(model: nn.Module, where: str) -> None:
 
 
 def freeze(model: nn.Module, names: list[str]) -> None:
-    """Train no parameters of modules so named: "vision_tower" is that of model.vision_tower."""
+    """Freeze the parameters of modules with one of these names: "vision_tower" matches model.vision_tower."""
     for name in names:
         found = [each for key, each in model.named_parameters() if f".{name}." in f".{key}"]
         require(bool(found), f"model.freeze: {type(model).__name__} has no parameters of a module {name!r}")
@@ -123,8 +124,8 @@ def freeze(model: nn.Module, names: list[str]) -> None:
 
 
 def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[str] = ()) -> Any:
-    """The model in peft's `PeftModel`, which trains adapters alone: in FP32, without dropout, drawn from the seed; none
-    in modules named `frozen`."""
+    """Return the model wrapped in peft's `PeftModel`: only its adapters train, in FP32, without dropout, drawn from
+    `seed`. Modules named in `frozen` get none."""
     peft = load_extra("peft", "hf", "[lora]")
     targets: Any = "all-linear" if section.targets == ["all-linear"] else section.targets
     torch.manual_seed(seed)
@@ -143,7 +144,7 @@ def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[st
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model, inside `PeftModel` or not: adapters are parts of its layers."""
+    """Return the transformers model, also if it is wrapped in `PeftModel` (adapters are parts of its layers)."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -153,7 +154,7 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def auto_class(kind: type) -> Any:
-    """transformers' auto class for a kind of configuration: of images and text, or of text alone."""
+    """Return the transformers auto class for a configuration class: of image-text models, or of text models."""
     transformers = load_extra("transformers", "hf", "loading the model")
     text, both = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_seeing = kind in both and kind not in text
@@ -167,8 +168,8 @@ def load_model(
     trust_remote_code: bool = False,
     what: str = "model.name =",
 ) -> Any:
-    """The causal model of a checkpoint on `device`, complete: tensor after tensor is mapped into memory, converted, and
-    goes to the device at once."""
+    """Return the causal model of a checkpoint folder or name on `device`. Tensors are mapped, converted and moved one
+    by one. ValueError: weights are missing or have another shape."""
     options = {"device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
     auto = auto_class(type(load_pretrained("AutoConfig", what, name, trust_remote_code)))
     is_checkpoint = (Path(name) / RECORD).is_file()
@@ -184,8 +185,8 @@ def load_model(
 
 
 def check_tables(model: Any, num_ids: int, config: Config) -> None:
-    """Token ids or positions beyond a table of embeddings would be an IndexError, or an assertion on the GPU; positions
-    that rotary angles were not made for are told of. Ids below `num_ids` come from the tokenizer, or from binaries."""
+    """Refuse token ids and positions beyond the model's embedding tables: an IndexError on the CPU, an assertion on the
+    GPU. Warn of rows longer than the rotary embedding was trained for. num_ids: token ids are below it."""
     size, length, most = model.get_input_embeddings().num_embeddings, config.data.sequence_length, num_positions(model)
     what, remedy = (
         (f"data.files hold the token id {num_ids - 1}",
@@ -205,7 +206,7 @@ def check_tables(model: Any, num_ids: int, config: Config) -> None:
 
 
 def made_for(model: Any) -> int:
-    """Positions that a model was made for; sys.maxsize where it does not say, or scales its rotary angles for more."""
+    """Return max_position_embeddings; sys.maxsize if the model has none, or scales its rotary angles beyond it."""
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {each.get("rope_type", "default") for each in (rope, *rope.values()) if isinstance(each, dict)}
@@ -213,7 +214,8 @@ def made_for(model: Any) -> int:
 
 
 def num_positions(model: Any) -> int:
-    """Positions that a model has embeddings or a table (GPT-J) of; sys.maxsize where it computes them (rotary)."""
+    """Return the rows of the model's position table (embeddings, or GPT-J's buffer); sys.maxsize if positions are
+    computed (rotary)."""
     most, tower = made_for(model), tower_path(model)
     named = [(f"{path}.", module) for path, module in model.named_modules()]
     parts = [part for path, part in named if not (tower and path.startswith(tower))]  # what sees has its own
@@ -226,7 +228,7 @@ def num_positions(model: Any) -> int:
 
 
 def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """The model type of [model.config] and the other values, after a look at it and at their names."""
+    """Return the model type of [model.config] and its other values. ValueError: an unknown model type or key."""
     transformers = load_extra("transformers", "hf", "building the model")
     supported = list(load_extra(MODEL_TYPES, "hf", "building the model").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     values = dict(model.config)
@@ -246,14 +248,14 @@ def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _own_name(model_type: str, key: str) -> str:
-    """Return a model type's own name of a key: GPT-2's n_layer for num_hidden_layers."""
+    """Return a model type's own name of a configuration key: GPT-2's n_layer for num_hidden_layers."""
     config = load_extra("transformers", "hf", "building the model").AutoConfig.for_model(model_type)
     return str(config.attribute_map.get(key, key))
 
 
 def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Recipe) -> None:
-    """Refuse [model.config] whose names are right but whose values make no model, or one whose weights alone are more
-    than the memory of `device`, by making it without memory; or one that `recipe` does not train."""
+    """Build [model.config] on the meta device. ValueError: its values make no model, the weights alone exceed the
+    memory of `device`, or `recipe` cannot train it."""
     transformers = load_extra("transformers", "hf", "building the model")
     model_type, values = _inline(model)
     if "vocab_size" not in values:  # the tokenizer will say; it has the ids that are given
@@ -279,7 +281,8 @@ def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Reci
 
 
 def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:
-    """[model.config] as a transformers configuration, completed with what the tokenizer and the rows decide."""
+    """Return [model.config] as a transformers configuration; the tokenizer sets the vocabulary and `length` the
+    positions unless given."""
     transformers = load_extra("transformers", "hf", "building the model")
     model_type, values = _inline(model)
     if tokenizer is not None:
@@ -298,6 +301,7 @@ def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any
 
 
 def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
+    """Return the `Recipe` of [recipe]: the named one with the given fields replaced."""
     changes = {key: value for key, value in dataclasses.asdict(section).items() if key != "name" and value is not None}
     for key in ("checkpoint", "head"):
         if changes.get(key) == "none":
@@ -306,7 +310,8 @@ def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
 
 
 def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> overcoat.AdamW:
-    """AdamW with weight decay on matrices only: shrinking norm weights and biases would change what they mean."""
+    """Return AdamW over the trained parameters. Weight decay applies to matrices only: norm weights and biases should
+    not shrink."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
@@ -326,8 +331,8 @@ def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> ove
 
 
 def summed_loss(model: Any, batch: Batch) -> Tensor:
-    """Sum of the cross-entropy over the batch's labels, () fp32, while training with a recipe's z-loss; without logits
-    where the model can."""
+    """Return the cross-entropy summed over the batch's labels, () fp32, in training plus the recipe's z-loss; without
+    materializing logits if the model's head is converted."""
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **batch.images}
     model = base_model(model)
     if isinstance(model, LeanLossModel):
@@ -340,7 +345,7 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def loss_for_estimates(document_mask: bool) -> LossOf:
-    """The loss of a step for `overcoat.estimate.Predictor`: mean over token ids without values."""
+    """Return the loss of a step for `overcoat.estimate.Predictor`: the mean over token ids on the meta device."""
 
     def loss(model: Any, batch: int, sequence: int) -> Tensor:
         ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)

@@ -28,8 +28,8 @@ TRAINED = 1 << 31
 
 
 def training_template(tokenizer: Any) -> str | None:
-    """Return a chat template that marks the assistant's tokens; None: the tokenizer's own does. ValueError: there is
-    none, so that what to train on is not known."""
+    """Return a chat template that marks the assistant's tokens; None if the tokenizer's own does. ValueError: there is
+    no template, or no version of it that marks them."""
     require(
         bool(tokenizer.chat_template),
         "data.format = 'messages': the tokenizer has no chat template: set tokenizer.chat_template to a file, or to a "
@@ -54,7 +54,7 @@ def training_template(tokenizer: Any) -> str | None:
 
 
 class Encoder:
-    """Tokens of conversations; `processor`: of those with images. `losses`: what was left out of them."""
+    """Turns conversations into tokens; `losses` counts what the template left out. processor: for data with images."""
 
     def __init__(self, data: DataConfig, tokenizer: Any, processor: Any = None):
         self.tokenizer, self.processor, self.folder = tokenizer, processor, Path(data.images)
@@ -64,8 +64,8 @@ class Encoder:
         self.shown = Shown(functools.partial(self._apply, tokenize=False), self.losses)
 
     def __call__(self, example: dict[str, Any], where: str) -> tuple[np.ndarray, int]:
-        """Return its tokens, uint32, and how many of the first ones it takes to have a label. ValueError: the template
-        refuses it or leaves something out, or nothing of it is trained on."""
+        """Return the conversation's tokens, uint32 with TRAINED flags, and how many of them must be kept to keep one
+        label and all images. ValueError: the template refuses it or leaves something out, or it has no label."""
         self.losses.fields |= dict.fromkeys(example.get("unread", ()))
         said = {name: example[name] for name in ("messages", "prompt", "completion") if name in example}
         with error_context(f"{where}: "):
@@ -93,7 +93,7 @@ class Encoder:
         return ids, [0] * shared + [1] * (len(ids) - shared)
 
     def _with_images(self, example: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Return tokens and labels; each image's own tokens are among them, as many as its size asks for."""
+        """Return tokens and labels of a conversation with images; each image takes as many tokens as its size needs."""
         messages = copy.deepcopy(example["messages"])
         for part in (part for message in messages for part in message.get("content") or []):
             held = [mark for mark in self.marks if mark in part.get("text", "")]
@@ -120,7 +120,7 @@ class Encoder:
 
 
 def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Return the tokens of messages, in which special tokens are read as such: templates are made of them."""
+    """Return the rendered messages as tokens; special tokens are read as such, since templates consist of them."""
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     before, inner.split_special_tokens = inner.split_special_tokens, False
     try:
@@ -130,7 +130,7 @@ def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: An
 
 
 def prompt_ids(data: DataConfig, tokenizer: Any, prompt: str) -> list[int]:
-    """Return what the model is given to answer `prompt`, as it was trained."""
+    """Return the token ids with which `prompt` is asked, in the form that the model was trained on."""
     if data.format == "messages":
         parts: Any = [{"type": "text", "text": prompt}]
         asked = [{"role": "user", "content": parts if data.images else prompt}]

@@ -132,7 +132,7 @@ class CheckpointSnapshot:
         return sum(map(shard_bytes, self.tensors.values()))
 
     def copy(self) -> None:
-        """Hold copies in host memory."""
+        """Replace the tensors by copies in host memory."""
         for name, tensor in self.tensors.items():
             self.tensors[name] = rewrap(tensor, local(tensor).to("cpu", copy=True))
 
@@ -166,7 +166,7 @@ def write_checkpoint(held: CheckpointSnapshot, config: Config, tokenizer: Any | 
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the tensors of all processes, to be called in each of them; returns when all have written."""
+    """Write the tensors of all processes (a collective call); returns when all have written."""
     load_extra("safetensors", "hf", "writing a checkpoint")
     writer = _Writer(str(folder), save_distributed=True)
     with _together(OSError, f"{folder} cannot be written"):
@@ -202,7 +202,7 @@ class _Writer(dcp.HuggingFaceStorageWriter):
 
 @contextlib.contextmanager
 def _together(kind: type[Exception], what: str) -> Iterator[None]:
-    """Raise an error of any process as one line that names it, in all of them."""
+    """Re-raise an error of any process in all processes, as one line that names the process."""
     try:
         yield
     except CheckpointException as error:
@@ -218,8 +218,8 @@ def _together(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def load_checkpoint(path: Path, state: TrainState) -> int:
-    """Put the (verified) checkpoint at `path` into `state`, weights in place; return the checksum of the rows that its
-    run held out."""
+    """Load the (verified) checkpoint at `path` into `state`, weights in place; return the checksum of its run's
+    held-out rows. ValueError: it is of another model, optimizer or data."""
     record = read_record(path)
     if record["data_identity"] != state.data_identity:
         same = "stream the same files (names and sizes) with the same data.held_out, sequence_length and eval.rows"
@@ -247,7 +247,7 @@ def load_checkpoint(path: Path, state: TrainState) -> int:
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """Return what training.json says."""
+    """Return the contents of training.json."""
     with loading(checkpoint / RECORD):
         record: dict[str, Any] = json.loads((checkpoint / RECORD).read_text())
         check_counts(record)
@@ -257,7 +257,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_model(checkpoint: Path, model: Any) -> None:
-    """Copy a checkpoint's weights into a model, each process its own rows. ValueError: it is another model."""
+    """Copy a checkpoint's weights into a model, each process its own shard. ValueError: the checkpoint is of another
+    model."""
     _read(checkpoint, _weights(checkpoint, _stored(checkpoint), model))
 
 
@@ -273,7 +274,7 @@ def load_model(checkpoint: Path | str, device: torch.device | str = "cpu", trust
 
 
 def read_states(checkpoint: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the optimizer's state of parameter after parameter, whole."""
+    """Yield the optimizer state of one parameter after the other, unsharded."""
     stored = _stored(checkpoint)
     for number in sorted({int(key.split("/")[1]) for key in stored if key.startswith("optimizer/")}):
         found = _empty(stored, f"optimizer/{number}/")
@@ -282,7 +283,7 @@ def read_states(checkpoint: Path) -> Iterator[dict[str, Tensor]]:
 
 
 def num_processes(folder: Path) -> int:
-    """Return how many processes wrote a checkpoint; 0 of another folder."""
+    """Return how many processes wrote a checkpoint; 0 for any other folder."""
     return len({file.name.split("-")[1] for file in folder.glob("shard-*.safetensors")})
 
 
@@ -290,7 +291,8 @@ Stored = dict[str, TensorStorageMetadata]
 
 
 def _stored(folder: Path) -> Stored:
-    """Return what the headers of a checkpoint's files say of its tensors. ValueError: pieces are missing."""
+    """Return the tensors' metadata from the headers of a checkpoint's files. ValueError: pieces of a tensor are
+    missing."""
     load_extra("safetensors", "hf", "reading a checkpoint")
     with loading(folder):
         stored: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -301,14 +303,14 @@ def _stored(folder: Path) -> Stored:
 
 
 def _weights(folder: Path, stored: Stored, model: Any) -> dict[str, Tensor]:
-    """Return a model's tensors by their names in a checkpoint. ValueError: that holds another model."""
+    """Return a model's tensors by their names in a checkpoint. ValueError: the checkpoint is of another model."""
     own = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
     return _match(folder, stored, own, "model/", "another model")
 
 
 def _states(folder: Path, stored: Stored, state: TrainState, numbers: list[int]) -> dict[str, Tensor]:
-    """Return memory for the optimizer's states of these parameters, laid out for this process. ValueError: a checkpoint
-    holds others."""
+    """Allocate the optimizer's states of the parameters `numbers`, sharded as in this process. ValueError: the
+    checkpoint holds other states."""
     params, found = state.params(), dict[str, Tensor]()
     for number in numbers:
         with loading(folder / RECORD):
@@ -322,7 +324,8 @@ def _states(folder: Path, stored: Stored, state: TrainState, numbers: list[int])
 
 
 def _match(folder: Path, stored: Stored, own: dict[str, Tensor], prefix: str, what: str) -> dict[str, Tensor]:
-    """Return `own`. ValueError: in a checkpoint the tensors whose names begin with `prefix` are others."""
+    """Return `own` if the checkpoint's tensors below `prefix` have the same names, shapes and dtypes. ValueError: they
+    differ."""
     found = {key: _layout(of.properties.dtype, of.size) for key, of in stored.items() if key.startswith(prefix)}
     wanted = {key: _layout(tensor.dtype, tensor.shape) for key, tensor in own.items()}
     if wrong := sorted(key for key in found | wanted if found.get(key) != wanted.get(key)):
@@ -332,7 +335,7 @@ def _match(folder: Path, stored: Stored, own: dict[str, Tensor], prefix: str, wh
 
 
 def _layout(dtype: torch.dtype, shape: torch.Size) -> str:
-    """Equal for tensors of which one can be copied into the other."""
+    """Return a description that is equal for two tensors if one can be copied into the other."""
     return f"{'16- or 32-bit float' if dtype in WEIGHT_DTYPES else dtype} {list(shape)}"
 
 
@@ -382,8 +385,8 @@ def record_config(config: Config) -> None:
 
 
 def set_aside_newer(folder: Path, step: int) -> None:
-    """Rename checkpoints after `step` to `abandoned-*`: a run told to resume from `step` leaves that line of history.
-    They are kept for the user to look at or delete, but are no longer what "newest" means."""
+    """Rename checkpoints after `step` to `abandoned-*`, for the user to keep or delete: a run that resumes from `step`
+    starts another line of history."""
     for path in list_checkpoints(folder):
         if _step(path) > step:
             _set_aside(path)
@@ -397,8 +400,8 @@ def _set_aside(path: Path) -> None:
 
 
 def set_aside_attempt(config: Config) -> None:
-    """Rename the metrics of a run that left no checkpoint, if this one is configured otherwise: they are not its own,
-    and would tell it what fits."""
+    """Rename the metrics of a run that left no checkpoint if its configuration differs: they are not this run's, and
+    their batch plans would be followed."""
     metrics = Path(config.train.run_dir) / METRICS
     try:
         if metrics.exists() and _changes(config):
@@ -443,7 +446,8 @@ def choose_checkpoint(config: Config) -> Path | None:
 
 
 def _holds_other_files(run_dir: Path, cache: Path) -> bool:
-    """True if `run_dir` holds more than tokens, hidden files, and folders of these alone (left by a refused run)."""
+    """True if `run_dir` holds anything but tokens, hidden files, and folders of nothing else (which a refused run
+    leaves)."""
     if not run_dir.is_dir() or run_dir.is_symlink():
         return run_dir.is_symlink() or run_dir.exists()
     tokens = [run_dir / "data", cache / "tokens", cache / "tokenizer"]
@@ -459,7 +463,7 @@ def _recorded(config: Config) -> Path:
 
 
 def _changes(config: Config) -> list[str]:
-    """Return the differences between the configuration and the one that the run directory has recorded."""
+    """Return the differences between this configuration and the one recorded in the run directory."""
     with error_context("", after="; train.resume=CHECKPOINT continues, and records it anew"):
         return differences(load_config(_recorded(config), is_recorded=True), config)
 

@@ -31,15 +31,15 @@ NOT_IN_GRAPHS = {
 
 
 def check(config: Config, is_recorded: bool = False) -> None:
-    """ValueError: the first row that is refused. is_recorded: what a run has recorded may hold values that nothing
-    reads."""
+    """Raise ValueError for the first row that is refused. is_recorded: the configuration was written by a run, so keys
+    that nothing reads are allowed."""
     rows = [*_single(config), *_combined(config), *_compiled(config), *([] if is_recorded else _unused(config))]
     for key, is_wrong, why in rows:
         require(not is_wrong, f"{key} = {operator.attrgetter(key)(config)!r:.200}: {why}")
 
 
 def _single(config: Config) -> list[Row]:
-    """Rows of one key each, beyond its type and limits."""
+    """Return the checks of single keys beyond type and limits."""
     optimizer, moments = config.optimizer, config.optimizer.moments
     size, temperature, binaries = config.tokenizer.vocab_size, config.sample.temperature, _binaries(config.data)
     return [
@@ -70,7 +70,7 @@ def _binaries(data: DataConfig) -> list[str]:
 
 
 def _combined(config: Config) -> list[Row]:
-    """Rows of several keys; each names the others in its reason."""
+    """Return the checks of several keys; each message names the other keys."""
     model, data, train, optimizer, schedule, tokenizer, lora = (
         config.model, config.data, config.train, config.optimizer, config.schedule, config.tokenizer, config.lora,
     )  # fmt: skip
@@ -167,6 +167,7 @@ def _combined(config: Config) -> list[Row]:
 
 
 def _compiled(config: Config) -> list[Row]:
+    """Return the checks of options that train.compile does not support."""
     mode = config.train.compile
     is_set = {"train.batch_size": config.train.batch_size == "auto", "data.format": config.data.is_chat}
     return [
@@ -180,7 +181,7 @@ def _compiled(config: Config) -> list[Row]:
 
 
 def _unused(config: Config) -> list[Row]:
-    """Rows of values that nothing reads."""
+    """Return the checks of keys that are set but not read."""
     defaults, tasks = {spec.name: spec.default for spec in fields(DataConfig)}, config.eval
     return [
         *(
@@ -195,7 +196,7 @@ def _unused(config: Config) -> list[Row]:
 
 
 def unread(data: DataConfig) -> dict[str, str]:
-    """Return the keys of [data] that nothing reads beside the others there, and what they are for."""
+    """Return the keys of [data] that its other keys leave unread, with the case each is for."""
     pair = (data.format == "prompt-completion", "data.format = 'prompt-completion'")
     applies = {
         **dict.fromkeys(("too_long", "on_lost"), (data.is_chat, "conversations")),

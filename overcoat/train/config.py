@@ -30,7 +30,8 @@ FREE_KEYS = (
 
 
 def option(default: Any, text: str, **limits: float) -> Any:
-    """A field: its default, what `--keys` prints, and the limits of its number(s): at_least, above, at_most, below."""
+    """Return a dataclass field: its default, its help text for `--keys`, and the limits of its numbers (at_least,
+    above, at_most, below)."""
     metadata = {"help": text, "limits": limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -38,15 +39,15 @@ def option(default: Any, text: str, **limits: float) -> Any:
 
 
 def require(condition: bool, message: str) -> None:
-    """A check of what the user asked for; the message names the value and the remedy."""
+    """Raise ValueError(message) unless `condition`; for user errors: the message names the value and the remedy."""
     if not condition:
         raise ValueError(message)
 
 
 @contextlib.contextmanager
 def error_context(what: str, kinds: type[Exception] = ValueError, after: str = "") -> Iterator[None]:
-    """Re-raise errors inside of these kinds (Exception where a library is called, whose messages may be long) as a
-    ValueError of one line that begins with `what`."""
+    """Re-raise errors of `kinds` as a one-line ValueError: `what`, the error, `after`. Use kinds=Exception around
+    library calls; their long messages are shortened."""
     try:
         yield
     except kinds as error:
@@ -103,7 +104,7 @@ class OptimizerConfig:
 
     @property
     def codes(self) -> str | tuple[str, str]:
-        """`moments` as AdamW takes them."""
+        """Return `moments` in the form AdamW takes."""
         return self.moments if isinstance(self.moments, str) else (self.moments[0], self.moments[1])
 
 
@@ -201,7 +202,7 @@ class TrainConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows in one optimizer step: the global batch."""
+        """Return the rows of one optimizer step: the global batch size."""
         return self.global_batch_size if self.batch_size == "auto" else self.batch_size * self.accumulation
 
 
@@ -274,7 +275,7 @@ class Config:
 
     @property
     def not_estimated(self) -> str:
-        """An option that the estimate of memory does not know."""
+        """Return the first option in use that the memory estimate does not cover, "" if there is none."""
         unknown = {"lora.rank": self.lora.rank, "data.images": self.data.images, "model.freeze": self.model.freeze}
         unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
         unknown |= {"parallel.context": self.parallel.context > 1 and self.parallel.context}

@@ -48,8 +48,11 @@ OF_TRAINER = {
 
 
 def load_config(path: str | Path, arguments: list[str] | None = None, is_recorded: bool = False) -> Config:
-    """Read `path`, apply dotted `section.key=value` arguments, check everything. What a run has recorded may hold
-    values that nothing reads, and its errors name the file."""
+    """Return the `Config` of a TOML file and dotted `section.key=value` arguments, all checked.
+
+    is_recorded: a run wrote the file, so keys that nothing reads are allowed, and errors name the file. ValueError: the
+    file cannot be read, or a value is refused.
+    """
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -65,7 +68,7 @@ def load_config(path: str | Path, arguments: list[str] | None = None, is_recorde
 
 
 def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool = False) -> Config:
-    """A Config from nested `values` and dotted `arguments`, which win."""
+    """Return a checked `Config` from nested `values` and dotted `arguments`, which win."""
     _check_depth(values)
     values = copy.deepcopy(values)
     for argument in arguments:
@@ -77,7 +80,7 @@ def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool
 
 
 def _check_depth(values: dict[str, Any]) -> None:
-    """ValueError: tables or lists are nested more deeply than Python's and the writer's recursion follow."""
+    """Refuse tables or lists nested more than DEEPEST levels: Python and the TOML writer recurse into them."""
     level: list[Any] = list(values.items())
     for _ in range(DEEPEST):
         level = [
@@ -90,6 +93,8 @@ def _check_depth(values: dict[str, Any]) -> None:
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
+    """Return dataclass `cls` from a table, with types and limits checked; prefix: the table's dotted name, for
+    messages."""
     require(isinstance(values, dict), f"{prefix[:-1]} = {values!r}: expected a table [{prefix[:-1]}]")
     hints = get_type_hints(cls)
     for key in values:
@@ -134,7 +139,7 @@ def _apply_argument(values: dict[str, Any], argument: str) -> None:
 
 
 def _parse(text: str) -> Any:
-    """A TOML value, or the text itself where it is none: `lr=1e-3`, `name=gpt2`, `files=["a", "b"]`."""
+    """Return `text` as a TOML value, or as it is if it is no TOML: `lr=1e-3`, `name=gpt2`, `files=["a", "b"]`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -142,6 +147,7 @@ def _parse(text: str) -> Any:
 
 
 def _coerce_text(text: str, hint: Any, key: str) -> Any:
+    """Return an argument's text as `hint` demands: read as TOML first, then as plain text."""
     try:
         return _coerce(_parse(text), hint, key)
     except ValueError as error:
@@ -152,7 +158,7 @@ def _coerce_text(text: str, hint: Any, key: str) -> Any:
 
 
 def _coerce(value: Any, hint: Any, key: str) -> Any:
-    """`value` as `hint` demands, widening only int -> float and one element -> list of one."""
+    """Return `value` as `hint` demands; the only conversions are int to float and one element to a list of one."""
     origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         for choice in choices:
@@ -183,7 +189,7 @@ def _describe(hint: Any) -> str:
 
 
 def all_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key with its dataclass field."""
+    """Return every dotted key with its dataclass field."""
     found: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for spec in fields(cls):
@@ -195,8 +201,8 @@ def all_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _unknown_key(key: str) -> str:
-    """Suggest a key for an unknown one: that of transformers' Trainer by this name; else the nearest by the last part
-    alone (train.lr -> optimizer.lr), then by the whole key (optimiser.lr)."""
+    """Return the message for an unknown key, with a suggestion: the equivalent of a transformers Trainer option, else
+    the closest by the last part (train.lr -> optimizer.lr), then by the whole key (optimiser.lr)."""
     leaves = {name.rpartition(".")[2]: name for name in all_keys()}
     leaf = key.rpartition(".")[2]
     if leaf in OF_TRAINER:
@@ -209,6 +215,7 @@ def _unknown_key(key: str) -> str:
 
 
 def help_text() -> str:
+    """Return every key with its default and meaning, for `overcoat train --keys`."""
     lines = []
     for key, spec in all_keys().items():
         default = spec.default if spec.default is not MISSING else spec.default_factory()
@@ -217,8 +224,8 @@ def help_text() -> str:
 
 
 def dump_toml(config: Config) -> str:
-    """The resolved configuration as TOML that `load_config` reads back to an equal Config. ValueError: a value does not
-    come back: NaN within [model.config], text that is not Unicode."""
+    """Return the resolved configuration as TOML that `load_config` reads back to an equal Config. ValueError: a value
+    does not survive (NaN in [model.config], invalid Unicode)."""
     writer = load_extra("tomli_w", "hf", "recording the configuration")
     # TOML has no null; a key left out has its default, and the default of all that may be None is None.
     values = asdict(config, dict_factory=lambda items: {key: value for key, value in items if value is not None})
@@ -230,8 +237,8 @@ def dump_toml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """Keys in which two configurations differ: "optimizer.lr: 0.001 -> 0.002". Left out are FREE_KEYS, and what neither
-    reads: an earlier version may have recorded it."""
+    """Return the keys in which two configurations differ: "optimizer.lr: 0.001 -> 0.002". FREE_KEYS, and keys that
+    neither reads, are left out."""
     before, after = _flatten(asdict(old)), _flatten(asdict(new))
     unused = {f"data.{name}" for name in unread(old.data).keys() & unread(new.data).keys()}
     return [

@@ -26,8 +26,8 @@ PLACEHOLDER = re.compile(r"\{\{([^{}]+)\}\}|\{([^\W\d][\w .-]*)\}")
 
 
 def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every conversation, checked, with where it is: "messages", or "prompt" and "completion"; perhaps "tools",
-    "options" (of the template), "images"; "unread": fields of the row."""
+    """Yield (where, conversation) for every row, checked. A conversation has "messages", or "prompt" and "completion";
+    optionally "tools", "options" (of the template) and "images"; "unread" lists fields that are not used."""
     for where, row in rows(data):
         yield where, _example(data, as_object(row, where), where)
 
@@ -84,8 +84,8 @@ def _example(data: DataConfig, row: dict[str, Any], where: str) -> dict[str, Any
 
 
 def fill(template: str, prompt: str, row: dict[str, Any] | None, where: str) -> str:
-    """Return `data.prompt_template` with the prompt and the row's other fields in it, "" for null; {{...}} is {...}.
-    row: None for a prompt of which no more is known. ValueError: a name is no field, or the field holds no text."""
+    """Return `data.prompt_template` filled with the prompt and the row's other fields ("" for null; {{...}} gives
+    {...}). row: None if only the prompt is known. ValueError: a name is no field, or its value is not text."""
 
     def value_of(match: re.Match[str]) -> str:
         literal, name = match.groups()
@@ -108,6 +108,6 @@ def texts(data: DataConfig) -> Iterator[str]:
 
 
 def image_paths(row: Any, key: str, where: str) -> list[str]:
-    """Return the images that a row with messages names."""
+    """Return the image paths that a row with messages names."""
     found = {"messages": messages_of(field_of(row, key, "data.messages_key", where), f"{where}: {key!r}")}
     return place_images(found["messages"], row, where) if named_images(found, row) else []

@@ -111,7 +111,8 @@ def cache_dir(config: Config) -> Path:
 
 
 def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
-    """Tokenize, or find the tokens of an earlier run, and set up the rows; `say` reports what takes time."""
+    """Return the `Corpus`: tokenize the data, or reuse tokens of an earlier run, and prepare the rows. say: prints
+    progress."""
     if config.data.is_tokens:
         return _open_binaries(config)
     check_sources(config.data)
@@ -139,7 +140,8 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
 
 
 def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
-    """The conversations of `table` that fit into rows, with their numbers, and what became of the others."""
+    """Return the rows of `table` whose conversations fit into `data.sequence_length`, each with its number appended,
+    and a note on how many were truncated or dropped."""
     table, lengths, length = table.copy(), table[:, 1] - table[:, 0], data.sequence_length
     is_long = lengths > length
     is_dropped = is_long & ((data.too_long == "drop") | (table[:, 3] > length))
@@ -153,7 +155,8 @@ def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """The folder of this configuration's tokens, or tokenizer, with its manifest; whoever comes first writes it."""
+    """Return the folder of this configuration's tokens or tokenizer and its manifest; the first process to come writes
+    it."""
     made_from, layout = _made_from(config), LAYOUT
     if kind == TOKENIZER:
         layout = TOKENIZER_LAYOUT
@@ -183,6 +186,7 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
 
 
 def write_tokens(config: Config, target: Path) -> None:
+    """Tokenize all data into the folder `target`: tokens, the document table, notes and the tokenizer."""
     processor = make_processor(config) if config.data.images else None
     tokenizer = make_tokenizer(config) if processor is None else processor.tokenizer
     assert tokenizer is not None
@@ -218,8 +222,8 @@ def write_tokens(config: Config, target: Path) -> None:
 
 
 def _encoded_texts(config: Config, tokenizer: Any, spelled: Spelled) -> Iterator[tuple[np.ndarray, int]]:
-    """The tokens of each document, and the checksum of its content; about ENCODED_BYTES at once: enough to keep every
-    core busy, little enough to hold in memory."""
+    """Yield each document's tokens and the checksum of its content. Documents are tokenized in groups of about
+    ENCODED_BYTES: enough for all cores, and small beside the host's memory."""
     dtype, group, size = _token_type(tokenizer), list[str](), 0
     for text in itertools.chain(documents(config.data), [None]):
         if text is not None:
@@ -235,8 +239,8 @@ def _encoded_texts(config: Config, tokenizer: Any, spelled: Spelled) -> Iterator
 def _encoded_chats(
     config: Config, encoder: Encoder, images: list[list[str]], spelled: Spelled
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """The tokens of each conversation, the checksum of its content, and how many it takes to have a label; its images
-    go into `images`."""
+    """Yield each conversation's tokens, the checksum of its content, and how many tokens it needs to keep a label;
+    append its image paths to `images`."""
     num_bytes, is_empty, seen = 0, True, set[int]()
     for where, example in examples(config.data):
         said = {name: value for name, value in example.items() if name != "unread"}
@@ -260,7 +264,7 @@ def _encoded_chats(
 
 
 def write_tokenizer(config: Config, target: Path) -> None:
-    """The tokenizer alone. One trained on a stream is kept: trained again, it might see other text."""
+    """Write the tokenizer. One that was trained on a stream must be saved: trained again, it may see other text."""
     tokenizer = make_tokenizer(config)
     assert tokenizer is not None
     with writing(target):
@@ -272,13 +276,13 @@ def _token_type(tokenizer: Any) -> type[np.unsignedinteger]:
 
 
 def content_key(text: str) -> int:
-    """A number below 2**32 that depends on the content alone."""
+    """Return the CRC-32 of a text."""
     return zlib.crc32(text.encode())
 
 
 def choose_held_out(keys: np.ndarray, lengths: np.ndarray, wanted: float) -> np.ndarray:
-    """Return the documents with the smallest keys, in that order: as many as it takes for `wanted` tokens, at least
-    one, and copies of the last one unless they would be more than that again."""
+    """Return the documents with the smallest keys, in that order, until they have `wanted` tokens (at least one
+    document). Copies of the last one are included unless that would double the tokens."""
     order = np.argsort(keys, kind="stable")
     before = np.cumsum(lengths[order]) - lengths[order]
     chosen, rest = np.split(order, [int((before < wanted).sum())])
@@ -287,8 +291,8 @@ def choose_held_out(keys: np.ndarray, lengths: np.ndarray, wanted: float) -> np.
 
 
 def _split(config: Config, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ranges of tokens to train on and those held out, (D, 2), or (D, 3) of conversations with their numbers; of
-    documents in a `table` of begin, end, checksum of the content, and more."""
+    """Return the token ranges to train on and those held out: (D, 2), or (D, 3) with the number of each conversation.
+    table: (D, 3 or more) int64: begin, end, checksum of the content. ValueError: one part has no full row."""
     ranges, keys = table[:, [0, 1, -1] if config.data.is_chat else [0, 1]], table[:, 2]
     length, lengths = config.data.sequence_length, table[:, 1] - table[:, 0]
     wanted = config.data.held_out * lengths.sum()
@@ -325,7 +329,8 @@ def _made_from(config: Config) -> dict[str, Any]:
 
 
 def _open_binaries(config: Config) -> Corpus:
-    """Token files as they are; documents end at EOS, or every T tokens in a file that has none."""
+    """Return the `Corpus` of token files, which are not copied. Documents end at EOS; every T tokens in a file without
+    any."""
     tokenizer = make_tokenizer(config)
     eos = tokenizer.eos_token_id if tokenizer is not None else config.model.config.get("eos_token_id")
     dtype = np.dtype(config.data.token_dtype)
@@ -345,7 +350,7 @@ def _open_binaries(config: Config) -> Corpus:
 def _packed(
     config: Config, tokens: np.ndarray | Shards, table: np.ndarray, eos: int | None = None
 ) -> tuple[PackedRows, np.ndarray]:
-    """Training rows, and the held-out rows to evaluate on, of documents in `tokens`."""
+    """Return the training rows and the held-out rows to evaluate on."""
     length = config.data.sequence_length
     training, held_out = _split(config, table)
     kind: Any = functools.partial(ChatRows, pad=eos or 0) if config.data.is_chat else PackedRows
@@ -357,6 +362,7 @@ def _packed(
 
 
 def _check_labels(config: Config, held_out: np.ndarray, eos: int | None) -> None:
+    """Refuse held-out rows without a single label."""
     require(
         count_labels(held_out, eos, config.data.document_mask) > 0,
         f"the {len(held_out)} held-out rows hold end-of-text tokens alone, of which data.document_mask leaves no "
@@ -365,8 +371,7 @@ def _check_labels(config: Config, held_out: np.ndarray, eos: int | None) -> None
 
 
 def check_sources(data: DataConfig) -> None:
-    """Refuse what `datasets.save_to_disk` wrote: its tables are no files to read, and may be cut or reordered by the
-    indices beside them."""
+    """Refuse folders of `datasets.save_to_disk`: their tables may be split or reordered by index files beside them."""
     for name in [data.dataset, *data.files]:
         for folder in [Path(name), *([Path(name).parent] if name.endswith(("*", ".arrow")) else [])]:
             of_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
@@ -380,6 +385,7 @@ def check_sources(data: DataConfig) -> None:
 
 
 def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
+    """Return the `Corpus` of streamed data: held-out rows are read now, training rows on demand."""
     folder, _ = _cached(config, TOKENIZER, say)
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.special_tokens)
     threshold = int(config.data.held_out * 2**32)
@@ -412,5 +418,6 @@ def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
 
 
 def _sources(data: DataConfig) -> list[list[Any]]:
-    """Local files by name and size, as `find_files` orders them: their folder may have been moved."""
+    """Return the local files by name and size, ordered as in `find_files`; without folders, so that they may be
+    moved."""
     return [] if data.dataset else [[path.name, path.stat().st_size] for path in find_files(data.files)]

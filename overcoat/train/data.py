@@ -58,7 +58,7 @@ class Batch:
     images: dict[str, Any] = field(default_factory=dict)  # what the model is given beside (`Images`)
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on `device`; the copy to a GPU does not wait for the work queued there."""
+        """Return the batch on `device`; the copy to a GPU does not wait for queued work."""
         if device.type == "cpu":
             return self
 
@@ -71,7 +71,7 @@ class Batch:
 
 
 def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Batch:
-    """Split rows (B, T + 1) into inputs and labels."""
+    """Return rows (B, T + 1) as inputs and labels (B, T), with positions where documents are kept apart."""
     rows = torch.from_numpy(rows_BT)
     inputs, labels = rows[:, :-1].clone(), rows[:, 1:].clone()  # the two overlap in `rows`, and labels are edited
     if _are_conversations(rows_BT):
@@ -91,7 +91,7 @@ def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Bat
 
 
 def count_labels(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> int:
-    """Labels that count in rows (B, T + 1), as `make_batch` has them."""
+    """Return the number of labels that `make_batch` makes of rows (B, T + 1)."""
     inputs = rows_BT[:, :-1]
     if _are_conversations(rows_BT):
         return int(((rows_BT[:, 1:] & (TRAINED | START)) == TRAINED).sum())
@@ -99,7 +99,7 @@ def count_labels(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> i
 
 
 def conversations(rows_BT: np.ndarray) -> list[int]:
-    """The numbers of the conversations in rows, one after the other."""
+    """Return the numbers of the conversations in rows, in order."""
     starts = rows_BT[(rows_BT & START) != 0] >> NUMBER
     return (starts[starts > 0] - 1).tolist()
 
@@ -109,7 +109,7 @@ def _are_conversations(rows_BT: np.ndarray) -> bool:
 
 
 def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
-    """The full rows (T + 1,) of one stream of tokens."""
+    """Return the full rows (T + 1,) of one stream of tokens."""
     return [tokens[start : start + length + 1] for start in range(0, len(tokens) - length, length)]
 
 
@@ -123,7 +123,7 @@ class PackedRows:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Lay out this epoch: documents in a new order, then rows in a new order."""
+        """Lay out this epoch: shuffle the documents, then the rows."""
         generator = np.random.default_rng([self.seed, self.epoch])
         ranges = self.documents[generator.permutation(len(self.documents))] if self.shuffle else self.documents
         self._stops = ranges[:, 1]  # of documents among the tokens
@@ -132,7 +132,7 @@ class PackedRows:
         self._rows = generator.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
 
     def next_rows(self, count: int) -> np.ndarray:
-        """The next `count` rows, (count, T + 1) int64."""
+        """Return the next `count` rows, (count, T + 1) int64."""
         rows = np.empty((count, self.length + 1), dtype=np.int64)
         for row in rows:
             if self.num_done >= self.num_rows:  # above: resumed on purpose with longer rows, of which there are fewer
@@ -143,7 +143,7 @@ class PackedRows:
         return rows
 
     def _fill(self, number: int, row: np.ndarray) -> None:
-        """Fill `row` from its place in the epoch's stream, across as many documents as it takes."""
+        """Fill `row` with the tokens of row `number` in the epoch's stream, across document ends."""
         start = number * self.length
         index = int(np.searchsorted(self._ends, start, side="right"))
         filled = 0
@@ -191,7 +191,7 @@ class ChatRows(PackedRows):
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Rows of indices: each length, one after the other, goes into the fullest row that has room, or a new one."""
+    """Return rows of indices: each length in turn goes into the fullest row with room for it, else into a new row."""
     rows: list[list[int]] = []
     spaces: list[int] = []  # that rows have left, ascending, each once
     with_space: dict[int, list[int]] = {}
@@ -225,6 +225,7 @@ class StreamedRows:
         self._pending = np.empty(0, dtype=np.int64)
 
     def next_rows(self, count: int) -> np.ndarray:
+        """Return the next `count` rows, (count, T + 1) int64."""
         return np.stack([self._draw() for _ in range(count)])
 
     def _draw(self) -> np.ndarray:
@@ -269,7 +270,7 @@ RowSource = PackedRows | StreamedRows
 
 
 def read_binary(path: Path, dtype: np.dtype) -> np.ndarray:
-    """The tokens (N,) of one file, mapped into memory. ValueError: it cannot be read, or holds tokens of another
+    """Return the tokens (N,) of one file, memory-mapped. ValueError: it cannot be read, or its tokens are of another
     width."""
     with reading(path):
         size = path.stat().st_size
@@ -319,7 +320,7 @@ class Images:
         self._readers = ThreadPoolExecutor(READERS)
 
     def add_to(self, batch: Batch, rows_BT: np.ndarray, model: Any) -> Batch:
-        """`batch` with what `model`, of transformers, is given for the images of its rows."""
+        """Return `batch` with the model's inputs for the images of its rows."""
         numbers = conversations(rows_BT)
         paths = [path for number in numbers for path in self.paths[number]]
         if not paths:
@@ -340,7 +341,8 @@ class Images:
 
 
 def _rope_positions(batch: Batch, counts: Any, grid: torch.Tensor, inner: Any, image_token: int) -> torch.Tensor:
-    """Position ids (4, B, T) of documents: in the text, then in time, height and width, each from 0."""
+    """Return position ids (4, B, T): position in the text, then time, height and width; each restarts at 0 in every
+    document."""
     assert batch.position_ids is not None
     assert batch.document_starts is not None
     ids, begun, found = batch.input_ids.flatten(), 0, []

@@ -27,14 +27,14 @@ def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def begin(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text that may go on: begun as the tokenizer begins one, not ended."""
+    """Return the ids of a text to be continued: with the tokenizer's begin-of-text tokens, without EOS."""
     before = edges(tokenizer)[0]
     ids = list(_backend(tokenizer).encode(text, add_special_tokens=False).ids)
     return ids if ids[: len(before)] == before else before + ids
 
 
 def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each document, begun and ended by EOS, on all CPU cores."""
+    """Return the ids of each document, with begin-of-text tokens and EOS, computed on all CPU cores."""
     before, after = edges(tokenizer)
     end = tokenizer.eos_token_id
     after = after if after[-1:] == [end] else [*after, end]
@@ -48,7 +48,8 @@ def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Return the tokenizer's backend, which reads special tokens as the tokenizer does, and neither cuts nor pads."""
+    """Return the tokenizer's backend, set to read special tokens as the tokenizer does, without truncation or
+    padding."""
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = tokenizer.split_special_tokens
     backend.no_truncation()  # some tokenizer.json say so, and calls of the tokenizer itself do not heed it
@@ -67,13 +68,14 @@ class Spelled:
         self.count, self.first = 0, ""
 
     def see(self, text: str) -> None:
+        """Count `text` if it spells out a special token."""
         found = self.pattern.search(text) if self.pattern else None
         if found:
             self.count += 1
             self.first = self.first or found[0]
 
     def warn_of(self, texts: list[str]) -> None:
-        """Warn once, at the first of the texts of a stream."""
+        """Warn once, at the first text of a stream that spells out a special token."""
         for text in texts if not self.count else []:
             self.see(text)
             if self.count:
@@ -81,7 +83,8 @@ class Spelled:
                 return
 
     def note(self, of: str, is_rendered: bool = False) -> str:
-        """Return one line for the user, "" if there is none; `of`: "of 1,000 documents"; is_rendered: by a template."""
+        """Return one line for the user, "" if no text was counted. of: "of 1,000 documents"; is_rendered: a chat
+        template rendered the texts."""
         if not self.count:
             return ""
         texts = f"{self.count:,} {of} spell" if of else "documents spell"

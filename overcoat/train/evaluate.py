@@ -32,10 +32,10 @@ BOOTSTRAPS = 100  # for errors that have no formula
 
 
 def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Inputs and labels, each at most `length`, that predict every id but the first once.
+    """Yield inputs and labels, each at most `length`, that predict every id but the first exactly once.
 
-    With stride = length windows lie side by side. With less, each begins `stride` later, and the tokens that a window
-    before has predicted are context only: those predicted have at least length - stride tokens before them.
+    With stride = length windows do not overlap. With a smaller stride each window begins `stride` later, its already
+    predicted tokens are context only, and every predicted token has at least length - stride tokens before it.
     """
     end = 0
     while end < len(ids) - 1:
@@ -49,7 +49,8 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int
 def perplexity(
     model: Any, tokenizer: Any, texts: Iterable[str], length: int, stride: int, rows: int
 ) -> dict[str, float]:
-    """The model in `eval()`, on windows of `length` tokens, `rows` of them at once. ValueError: there is no text."""
+    """Return perplexity, bits per byte, and the counts of tokens and bytes of `texts`, in windows of `length` tokens,
+    `rows` at once. The model must be in eval mode. ValueError: there is no text."""
     device, num_bytes = next(model.parameters()).device, 0
     pieces: list[tuple[list[int], list[int]]] = []
     before = edges(tokenizer)[0]
@@ -84,13 +85,13 @@ def perplexity(
 
 
 def task_names(asked: Iterable[str]) -> list[str]:
-    """Names or YAML files of tasks, those of `SETS` spelled out, each once."""
+    """Return task names and YAML files without duplicates, with the SETS expanded."""
     return list(dict.fromkeys(name for word in asked for name in SETS.get(word, (word,))))
 
 
 class Tasks:
-    """Tasks of lm-evaluation-harness with their data, by name or YAML file. ValueError: lm-eval is not installed, or a
-    task or its data are not there."""
+    """Tasks of lm-evaluation-harness with their data, by name or YAML file. ValueError: lm-eval, a task, or its data
+    are missing."""
 
     def __init__(self, names: list[str]) -> None:
         load_extra("lm_eval", "eval", f"evaluating {', '.join(names)}")
@@ -111,7 +112,7 @@ class Tasks:
 
     @property
     def generating(self) -> list[str]:
-        """Names of those that generate text."""
+        """Return the names of the tasks that generate text."""
         return [
             name
             for name, found in self.loaded.items()
@@ -121,9 +122,11 @@ class Tasks:
     def evaluate(
         self, model: Any, tokenizer: Any, rows: int, limit: int | None
     ) -> Iterator[tuple[str, dict[str, float]]]:
-        """The figures of each task (of its sub-tasks, too), once it has run: "sciq", {"acc": 0.5, "acc_stderr": 0.01};
-        of `limit` examples (None: all), `rows` at once. The model goes to `eval()`; the global generators are set anew.
-        Several processes compute the same, in step."""
+        """Yield each task (and sub-task) with its figures once it has run: "sciq", {"acc": 0.5, "acc_stderr": 0.01}.
+
+        rows: examples at once; limit: examples of each task (None: all). The model goes to eval mode, and the global
+        generators are reseeded. Several processes compute the same, in step.
+        """
         harness = load_extra("lm_eval.models.huggingface", "eval", "tasks")
         # It gives the tokenizer a padding token.
         wrapped = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=rows)
@@ -137,7 +140,7 @@ class Tasks:
 
 
 def _plain(figures: dict[str, Any]) -> dict[str, float]:
-    """Without the harness' words: "acc,none" is "acc", and "exact_match,strict-match" stays what it is."""
+    """Return the numeric figures under short names: "acc,none" becomes "acc", "exact_match,strict-match" stays."""
     return {
         key.replace(",none", ""): float(value)
         for key, value in figures.items()

@@ -47,8 +47,8 @@ class DamagedError(ValueError):
 
 @contextlib.contextmanager
 def lock(path: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file `path`. If another process holds it, `busy` is called: it raises, or the lock is waited for.
-    The system lets go of it even when the process is killed."""
+    """Hold the lock file `path`. If another process holds it, call `busy`, which raises or returns to wait. The system
+    releases the lock even if the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:
@@ -65,8 +65,8 @@ def lock(path: Path, busy: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Re-raise a library's error in writing as an OSError with the free bytes of the disk: safetensors and tokenizers
-    do not say that it is full."""
+    """Re-raise a library's write error as an OSError that names the free bytes of the disk: safetensors and tokenizers
+    do not say when it is full."""
     try:
         yield
     except (OSError, OutOfMemoryError):
@@ -80,7 +80,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """Re-raise a library's error in reading a checkpoint whose manifest is right as a ValueError."""
+    """Re-raise a library's error in reading a checkpoint (whose checksums are right) as a ValueError."""
     try:
         yield
     except OutOfMemoryError:
@@ -97,10 +97,10 @@ def _short(error: Exception) -> str:
 
 
 def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str, Any]) -> None:
-    """Create `target` with the files that `fill(folder)` writes, plus a manifest that also holds `about`.
+    """Create `target` with the files that `fill(folder)` writes, and a manifest that also holds `about`.
 
-    An existing `target` is replaced: it is first renamed out of the way, so no moment has half of it. Where `fill`
-    or the disk fails, nothing is left of the new one.
+    An existing `target` is first renamed, so it is replaced as a whole. If `fill` or the disk fails, nothing of the new
+    one remains.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep(target.parent, target.name)
@@ -124,13 +124,13 @@ def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str,
 
 
 def partial_of(target: Path) -> Path:
-    """Return the folder in which `write_directory` has the files until they are complete."""
+    """Return the temporary folder that `write_directory` fills before it is renamed to `target`."""
     return target.with_name(PARTIAL + target.name)
 
 
 def remove_directory(target: Path) -> None:
-    """Delete `target`, renamed first: an interrupted deletion must not look like a damaged directory. One that cannot
-    be deleted now, as some process has it open, is left to a later call or `sweep`."""
+    """Rename `target`, then delete it: an interrupted deletion must not look like a damaged directory. What cannot be
+    deleted now is left to `sweep`."""
     discarded = _discarded(target)
     try:
         target.rename(discarded)
@@ -141,7 +141,7 @@ def remove_directory(target: Path) -> None:
 
 
 def _discarded(target: Path) -> Path:
-    """Return a free name, `.discarded-NUMBER~NAME`, for `target` until it is deleted."""
+    """Return an unused name, `.discarded-NUMBER~NAME`, for a `target` that is to be deleted."""
     names = (target.with_name(f"{DISCARDED}{number}~{target.name}") for number in itertools.count())
     return next(path for path in names if not os.path.lexists(path))
 
@@ -154,7 +154,7 @@ def _delete(path: Path) -> None:
 
 
 def _warn_once(what: str, place: Path, error: OSError, key: str = "") -> None:
-    """Warn once for each `key`; without one for each text."""
+    """Warn once for each `key`, or for each text without one."""
     text = f"{place}: {what} ({reason(error)})"
     if (key or text) not in _warned:
         _warned.add(key or text)
@@ -162,8 +162,8 @@ def _warn_once(what: str, place: Path, error: OSError, key: str = "") -> None:
 
 
 def sweep(parent: Path, names: str = "*") -> None:
-    """Remove the directories that interrupted writers and deletions of `names`, a pattern, left in `parent`, and undo a
-    replacement cut in its middle."""
+    """Delete the leftovers of interrupted writes and deletions in `parent`, for names that match the pattern, and
+    restore a directory whose replacement was interrupted."""
     for path in _directories(parent, f"{DISCARDED}[0-9]*~{names}"):
         name = path.name.split("~", 1)[1]
         if (parent / (PARTIAL + name)).exists() and not (parent / name).exists():
@@ -182,8 +182,8 @@ def _directories(parent: Path, pattern: str) -> list[Path]:
 
 
 def verify_directory(target: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the manifest of `target` after comparing every file with it. DamagedError: a file differs, or the manifest
-    does not list one of `needed`."""
+    """Return the manifest of `target` after checking every file against it. DamagedError: a file differs, or one of
+    `needed` is not listed."""
 
     def wrong(what: str) -> DamagedError:
         return DamagedError(f"{target} is damaged: {what}")
@@ -227,6 +227,7 @@ def sync(path: Path) -> None:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
+    """Return the size and the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

@@ -18,7 +18,8 @@ MARK = "<image>"
 
 
 def named_images(found: dict[str, Any], row: Any) -> str:
-    """Return what of a row names images: a field that is not empty, or a part of its messages; "" if nothing does."""
+    """Return which part of a row names images, for a message: a field, or a part of its messages; "" if there is
+    none."""
     for key in ("images", "image"):
         value = row.get(key)
         if any(value) if isinstance(value, list) else value:
@@ -33,7 +34,8 @@ def part_types(found: dict[str, Any]) -> Iterator[str]:
 
 
 def place_images(messages: list[dict[str, Any]], row: Any, where: str) -> list[str]:
-    """Make the contents of `messages` lists of parts, each image part with its path; return the paths in order."""
+    """Make the contents of `messages` lists of parts, in place, each image part with its path; return the paths in
+    order. ValueError: images and image parts do not match."""
     given = row.get("images") or row.get("image") or []
     waiting = list(given) if isinstance(given, list) else [given]
     for message in messages:

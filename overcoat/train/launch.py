@@ -26,10 +26,11 @@ SECONDS_TO_STOP = 45  # from SIGTERM on, for the checkpoint; then SIGKILL
 
 
 def launch(num_workers: int, max_restarts: int, device_name: str, words: Sequence[str]) -> tuple[int, str]:
-    """Run `overcoat train WORDS` in several processes; again up to `max_restarts` times, from the newest checkpoint.
+    """Run `overcoat train WORDS` in `num_workers` processes; restart up to `max_restarts` times from the newest
+    checkpoint.
 
     Returns:
-        the exit status, and what is to be said of it: nothing where a worker has said it.
+        the exit status, and a message to print ("" if a worker has printed one).
     """
     device = choose_device(device_name)
     if device.type == "cuda":
@@ -57,8 +58,8 @@ def launch(num_workers: int, max_restarts: int, device_name: str, words: Sequenc
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The failure that the others follow from: of the worker that said why, else the first one that the launcher did
-    not end itself."""
+    """Return rank and failure of the worker that caused the others to fail: one that reported an error, else the first
+    that the launcher did not terminate itself."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         failure = item[1]
@@ -68,6 +69,7 @@ def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
 
 
 def _explain(rank: int, failure: ProcessFailure) -> tuple[int, str]:
+    """Return the exit status of a failed worker, and a message if a signal killed it."""
     if failure.exitcode >= 0:
         return failure.exitcode, ""
     name = signal.Signals(-failure.exitcode).name

@@ -129,14 +129,13 @@ def _names(config: Config) -> list[str]:
 
 
 def check_loggers(config: Config) -> None:
-    """ValueError: a library is not installed. Checked before hours of tokenizing."""
+    """Raise ValueError if a logger's library is not installed, before hours of tokenizing."""
     for name in _names(config):
         load_extra(*LOGGERS[name].library)
 
 
 def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logger]:
-    """Open the loggers that the configuration names. ValueError: a library is not installed, or does not begin a
-    run."""
+    """Open the configured loggers. ValueError: a library is not installed, or its run cannot start."""
     opened: dict[str, Logger] = {}
     for name in _names(config):
         try:
@@ -149,7 +148,7 @@ def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logge
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl, by names that say its kind."""
+    """Return the finite numbers of a row of metrics.jsonl as {"kind/key": value}."""
     return {
         f"{row['kind']}/{key}": value
         for key, value in row.items()

@@ -62,7 +62,7 @@ class UnreadableDataError(Exception):
 
 
 def multiplier(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """The factor on the peak learning rate for step s = 0 .. S-1 of S; W steps of warm-up, final ratio f.
+    """Return the factor on the peak learning rate at step s of S, with W warm-up steps and final ratio f.
 
         warm-up   s < W:  (s + 1) / W                                    the first step already moves
         cosine    f + (1 - f) * (1 + cos(pi * t)) / 2,                   t = (s - W) / (S - W), from 0 towards 1
@@ -70,7 +70,7 @@ def multiplier(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
         wsd       1 until S - D, then 1 - (1 - f) * (s - (S - D)) / D    stable, then decay over the last D steps
         constant  1
 
-    D is as configured, or a fifth of all steps, and never reaches into the warm-up.
+    D is schedule.decay_steps, by default S / 5, and at most S - W.
     """
     warmup, final = schedule.warmup_steps, schedule.final_ratio
     if step < warmup:
@@ -87,15 +87,15 @@ def multiplier(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
 
 
 def train_step(state: TrainState, config: Config) -> StepRecord:
-    """One optimizer step over `train.rows_per_step` rows, in micro-batches of `state.fit`; every process draws all rows
-    and takes its part.
+    """Take one optimizer step over `train.rows_per_step` rows, in micro-batches of the plan; every process draws all
+    rows and trains on its share.
 
-    Running out of memory in a forward or backward pass leaves everything but the gradients and the generators as it
-    was; the rows stay in `state.drawn` and are taken again.
+    If a forward or backward pass runs out of memory, only gradients and generators have changed; `state.drawn` keeps
+    the rows, and the step can be taken again.
 
     Raises:
         DoesNotFitError: the optimizer itself ran out of memory.
-        UnreadableDataError: there are no more rows.
+        UnreadableDataError: no more rows can be read.
     """
     lr = config.optimizer.lr * multiplier(config.schedule, state.step, config.train.steps)
     for group in state.optimizer.param_groups:
@@ -145,8 +145,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
 
 
 def _agreeing(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.Tensor:
-    """This process' loss, whose backward gives a gradient to every parameter that any process has one for: FSDP2 sums
-    the same parameters in all. `rows`: of all processes in this forward pass; some may have images."""
+    """Return the loss, with zero gradients for parameters that only other processes reach (a tower without images):
+    FSDP2 must reduce the same parameters in all processes. rows: (processes, rows, T + 1) of this forward pass."""
     if not any(state.images.paths[number] for number in conversations(rows)):  # type: ignore[union-attr]
         return loss
     if state.with_images is None:
@@ -155,7 +155,7 @@ def _agreeing(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.
 
 
 def _next_rows(state: TrainState, config: Config) -> np.ndarray:
-    """Return the rows of a step, (rows, T + 1); those without any label are passed over."""
+    """Return the rows of a step, (rows, T + 1); rows without a single label are skipped."""
 
     def draw() -> np.ndarray:
         if config.data.streaming:  # tokenized by the first process
@@ -181,8 +181,8 @@ def _next_rows(state: TrainState, config: Config) -> np.ndarray:
 
 @contextlib.contextmanager
 def naming_config(config: Config) -> Iterator[None]:
-    """Re-raise errors of an inline model's code as a ValueError that names [model.config]: transformers checks the
-    types of its values, and few of the values."""
+    """Re-raise errors of the model's first forward as a ValueError that names [model.config]: transformers checks few
+    of its values."""
     try:
         yield
     except Exception as error:
@@ -194,8 +194,7 @@ def naming_config(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _measured(state: TrainState) -> Iterator[None]:
-    """Count what the very first forward pass keeps for its backward, layer by layer and so not compiled; every later
-    one keeps the same."""
+    """Measure, in the first forward pass only, the bytes saved for the backward (layer by layer, so not compiled)."""
     if state.kept_bytes:
         yield
         return
@@ -205,14 +204,14 @@ def _measured(state: TrainState) -> Iterator[None]:
 
 
 def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
-    """Mean loss per label over held-out rows (rows, T + 1), in eval mode and not compiled; fewer rows at once if memory
-    runs out."""
+    """Return the mean loss per label over held-out rows (rows, T + 1), in eval mode and not compiled; with fewer rows
+    at once if memory runs out."""
     return _in_memory(state, config, lambda size: _mean_loss(state, config, rows, size))
 
 
 def evaluate_tasks(state: TrainState, config: Config, tasks: Tasks, tokenizer: Any) -> dict[str, float]:
-    """Figures of all tasks, {"sciq/acc": 0.5}, in eval mode, which is BF16; every process computes all of them, in
-    step. The global generators are left as they were."""
+    """Return the figures of all tasks, {"sciq/acc": 0.5}, computed in eval mode (BF16) by every process in step. The
+    global generators are restored."""
     generators = rng_state()
 
     def figures(size: int) -> dict[str, float]:
@@ -228,7 +227,7 @@ def evaluate_tasks(state: TrainState, config: Config, tasks: Tasks, tokenizer: A
 
 
 def _in_memory(state: TrainState, config: Config, compute: Callable[[int], T]) -> T:
-    """Return the result of `compute`, given a number of rows that fit at once."""
+    """Return `compute(rows)`, with half the rows again each time it runs out of memory."""
     size = state.fit.micro_batch
     # The passes of several processes go together: fewer rows in one would leave the others waiting.
     while size > 1 and process.count() == 1:
@@ -244,6 +243,7 @@ def _in_memory(state: TrainState, config: Config, compute: Callable[[int], T]) -
 
 
 def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -> float:
+    """Return the mean loss per label over `rows`, `size` rows at once, each process its share."""
     total = torch.zeros((), device=state.device, dtype=torch.float64)
     most = -(-len(rows) // process.count())
     own = rows[process.rank() * most : (process.rank() + 1) * most]
@@ -263,7 +263,8 @@ def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -
 
 
 def largest_score(state: TrainState, config: Config, rows: np.ndarray) -> tuple[str, float]:
-    """The largest log-sum-exp of attention in one held-out row, and its layer; ("", -inf) without converted layers."""
+    """Return the layer with the largest log-sum-exp of attention in one held-out row, and the value; ("", -inf) without
+    converted layers."""
     batch = state.batch(rows[:1], config.data.document_mask)
     generators = rng_state()  # a dropout outside the layers would draw
     with torch.no_grad(), eager(), record_scores(state.model) as scores:
@@ -295,7 +296,7 @@ def _log_tasks(state: TrainState, tasks: Callable[[], dict[str, float]], log: Ru
 
 
 def _tell_time(log: RunLog, config: Config, step: int, seconds: float) -> None:
-    """Say how long the steps after `step` take at `seconds` each, if that is long enough to wonder."""
+    """Print the time that the remaining steps take at `seconds` each, if it is above half a minute."""
     minutes = seconds * (config.train.steps - step) / 60
     if minutes >= 0.5:
         twin = "; then follows the run of [compare]" if config.compare.overrides else ""
@@ -316,12 +317,13 @@ def train_steps(
 
     Args:
         check_saved: called at each log interval; raises if a checkpoint could not be written.
-        evaluated: which evaluations ("eval", "tasks") the metrics have of the step to begin with. A stop request leaves
-            them to whoever resumes: a process that is told to end may have seconds.
-        tasks: evaluates on the tasks; None: there are none.
+        evaluated: evaluations ("eval", "tasks") that the metrics already have of the first step. A stop request skips
+            them, since a process told to end may have seconds; the resumed run makes up for them.
+        tasks: returns the figures of eval.tasks; None without tasks.
     """
 
     def due(every: int) -> bool:
+        """True at the last step, and at every `every`-th."""
         return state.step == config.train.steps or bool(every and state.step % every == 0)
 
     # What is due in a step whose checkpoint has been written is made up for on resuming.

@@ -35,7 +35,7 @@ Figures = list[tuple[str, int, int | None]]
 
 
 def reporting(train_step: Step, say: Callable[[str], None]) -> Step:
-    """`train_step`, whose second call that does not raise is measured and reported; the first if no other is left."""
+    """Return `train_step` with its second successful call measured and reported (the first if no other is left)."""
     num_taken = 0
 
     def step(state: TrainState, config: Config) -> Any:
@@ -66,8 +66,8 @@ def _measured(train_step: Step, say: Callable[[str], None], state: TrainState, c
 
 
 def write_report(state: TrainState, config: Config, phases: list[Phase], gradients: int) -> str:
-    """The three files, of phases as measured and the bytes of gradients when the backward had ended; returns what there
-    is to say."""
+    """Write the three files and return the text to print. phases: as measured; gradients: their bytes after the
+    backward."""
     setup, is_gpu = training_setup(config, state.fit), state.device.type == "cuda"
     if not is_gpu:
         setup = replace(setup, offload=False)  # the states are in the memory that is counted
@@ -92,7 +92,7 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
 
 
 def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> Figures:
-    """Return the lasting components, and the gradients after the backward."""
+    """Return weights, optimizer states and gradients."""
     components = prediction.components
     weights = sum(map(shard_bytes, state.model.parameters()))
     states = optimizer_bytes(state.optimizer, state.device.type if prediction.setup.offload else None)
@@ -104,7 +104,7 @@ def _component_figures(state: TrainState, prediction: Prediction, gradients: int
 
 
 def _phase_figures(predicted: list[Phase], measured: list[Phase]) -> Figures:
-    """Peaks by kind of phase, and what is there between forward and backward."""
+    """Return the peak of each kind of phase, and the bytes allocated between forward and backward."""
 
     def end(phases: list[Phase]) -> int:
         return next(phase.end for phase in phases if phase.label == LOSS)
@@ -118,7 +118,7 @@ def _phase_figures(predicted: list[Phase], measured: list[Phase]) -> Figures:
 
 
 def write_table(figures: Figures) -> str:
-    """Predicted and measured in MiB, and their difference."""
+    """Return the figures as a table in MiB with relative differences."""
     lines = [f"{'memory of a step, MiB':28s} {'predicted':>12s} {'measured':>12s}"]
     for name, predicted, measured in figures:
         line = f"{name:28s} {predicted / 2**20:12,.1f}"
@@ -130,8 +130,8 @@ def write_table(figures: Figures) -> str:
 
 
 def draw_timeline(predicted: list[Phase], measured: list[Phase], path: Path) -> None:
-    """Bytes over the phases of the step: measured as bars, dark what a phase leaves and light its peak, predicted as
-    lines. ValueError: matplotlib is not installed."""
+    """Plot bytes over the phases: bars are measured (dark: at the end of a phase, light: its peak), lines are
+    predicted. ValueError: matplotlib is not installed."""
     unit, size = ("GiB", 2**30) if max(phase.peak for phase in measured) >= 2**30 else ("MiB", 2**20)
     with drawing(path, "hf", "memory.report = true", 10, 4.5) as axes:
         for kind, color in COLORS.items():

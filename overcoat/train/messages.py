@@ -19,6 +19,8 @@ CALLS = ("tool_calls", "function_call")
 
 
 def messages_of(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return a checked list of messages, in the form that chat templates read. ValueError: `where` and what is
+    wrong."""
     value = as_data(value, where)
     what = "an empty list" if value == [] else kind_of(value)
     require(isinstance(value, list) and bool(value), f"{where} holds {what}, not a list of messages: correct the row")
@@ -77,16 +79,17 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def function_of(call: Any) -> Any:
-    """Return the name and arguments of a call, or a tool's description, which may stand in "function"."""
+    """Return the name and arguments of a call, or the description of a tool; both may be nested in "function"."""
     return call["function"] if isinstance(call, dict) and "function" in call else call
 
 
 def with_function(call: dict[str, Any], function: dict[str, Any]) -> dict[str, Any]:
+    """Return a call or tool with its function replaced, nested as before."""
     return {**call, "function": function} if "function" in call else function
 
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return a list of tools, empty for null, "" and "null"."""
+    """Return a list of tools; [] for null, "" and "null"."""
     if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
         return []
     tools = as_data(value, where)
@@ -104,7 +107,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def with_system(messages: list[dict[str, Any]], value: Any, where: str) -> list[dict[str, Any]]:
-    """Return `messages` after the system's that a column beside them holds. ValueError: they begin with another."""
+    """Return `messages` with the system prompt of the row's field in front. ValueError: the first message is another
+    system prompt."""
     if value is None or not as_text(value, where).strip():
         return messages
     if messages[0]["role"] != "system":
@@ -115,6 +119,6 @@ def with_system(messages: list[dict[str, Any]], value: Any, where: str) -> list[
 
 
 def text_of_message(message: dict[str, Any]) -> str:
-    """Return the text of a message, that of its parts joined."""
+    """Return the text of a message; the texts of its parts are joined."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

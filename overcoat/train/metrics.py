@@ -115,7 +115,7 @@ class RunLog:
         self._tell(write)
 
     def _tell(self, act: Callable[[Logger], None]) -> None:
-        """Do it with every logger; one that cannot is left out from then on."""
+        """Call `act` with every logger; drop a logger that fails."""
         for name, logger in list(self._loggers.items()):
             try:
                 act(logger)
@@ -127,7 +127,7 @@ class RunLog:
         self._console.print(text, **PLAIN)
 
     def tell_change(self, text: str, row: Row | None) -> None:
-        """Another fit from the next step on: what came before stays, the failed attempt is no part of the rate."""
+        """Log a new batch plan from the next step on; the failed attempt does not count into the rate."""
         self.flush()
         self.say(text)
         if row is not None:
@@ -138,7 +138,8 @@ class RunLog:
         self._records.append(record)
 
     def flush(self) -> None:
-        """Read the pending losses from the device, check them and write their rows, with the rate since the last."""
+        """Read the collected losses from the device, check them and write their rows, with the rate since the last
+        flush."""
         if not self._records:
             return
         pairs = torch.stack([torch.stack((record.loss, record.gradient_norm)) for record in self._records])
@@ -171,7 +172,7 @@ class RunLog:
             self.say(f"{self._title}  step {row['step']}/{self._num_steps}  {status}")
 
     def restart_clock(self) -> None:
-        """Leave what happened since the last flush (an evaluation, a checkpoint) out of the rate."""
+        """Exclude the time since the last flush (an evaluation, a checkpoint) from the rate."""
         self._mark = time.perf_counter()
 
     def close(self) -> None:
@@ -181,20 +182,19 @@ class RunLog:
 
 
 def shown_bytes(count: float) -> str:
-    """Bytes as the reader sees them: "1.50 GB"."""
+    """Return a number of bytes as text: "1.50 GB"."""
     return decimal(int(count), precision=2)
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
-    """Return the mean of each value and those before it, `width` in all."""
+    """Return for each value the mean of the last `width` values."""
     # Each sum anew: a difference of sums would carry one NaN or spike through all that follow.
     return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 
 def check_finite(rows: list[Row], skipped: int = 0) -> int:
-    """Steps with an infinite gradient were skipped and are only marked; MOST_SKIPPED of them in a row, or a loss that
-    is lost, end the run before it can reach a checkpoint. `skipped` steps in a row came before `rows`; returns how many
-    end with them."""
+    """Return how many steps in a row were skipped at the end of `rows`; their norm becomes None. FloatingPointError: a
+    loss is not finite, or MOST_SKIPPED steps in a row were skipped. skipped: steps in a row before `rows`."""
     remedy = "lower optimizer.lr or lengthen schedule.warmup_steps"
     for row in rows:
         start = f"step {row['step']}: the"
@@ -210,7 +210,7 @@ def check_finite(rows: list[Row], skipped: int = 0) -> int:
 
 
 def is_row(row: Any) -> bool:
-    """True if `row` is one that a run writes: of a known kind, with all that is read of it, of the right types."""
+    """True if a run writes such rows: a known kind, its required keys, and values of the right types."""
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in KINDS:
         return False
     kind, step = row["kind"], row.get("step")
@@ -228,12 +228,12 @@ def is_row(row: Any) -> bool:
 
 
 def is_figure(value: Any) -> bool:
-    """True if it is a number, which may be infinite or NaN, as a loss may be."""
+    """True for a number; it may be infinite or NaN, as a loss may be."""
     return type(value) in (int, float) and not LARGEST_FIGURE < abs(value) < math.inf
 
 
 def is_count(value: Any) -> bool:
-    """True if it is a finite number from 0 on."""
+    """True for a finite number that is not negative."""
     return type(value) in (int, float) and 0 <= value <= LARGEST_FIGURE
 
 
@@ -250,8 +250,8 @@ def _are_ranges(ranges: Any) -> bool:
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
-    """{"train": {step: row}, "eval": {step: row}, ...}, of each of KINDS, in the order of steps, as if the run had
-    never been interrupted; of a file that is not there, none."""
+    """Return {"train": {step: row}, "eval": {step: row}, ...} for each of KINDS, by step, as if the run had never been
+    interrupted; empty tables if there is no file. ValueError: a line is not a row."""
     found: dict[str, dict[int, Row]] = {kind: {} for kind in KINDS if kind != "resume"}
     text = path.read_text(encoding="ascii", errors="backslashreplace") if path.exists() else ""
     for number, line in enumerate(text.split("\n"), 1):

@@ -46,7 +46,7 @@ REMEDY = (
 
 
 class DoesNotFitError(Exception):
-    """Memory ran out, and nothing that may be changed by itself would help. is_whole: all is as before the step."""
+    """Memory ran out and no leaner plan is left. is_whole: weights and states are as before the step."""
 
     def __init__(self, message: str, is_whole: bool):
         super().__init__(f"{message}. {REMEDY}")
@@ -54,21 +54,21 @@ class DoesNotFitError(Exception):
 
 
 class LostStepError(Exception):
-    """Memory ran out after some weights had moved: the state is good for nothing, a checkpoint is."""
+    """Memory ran out after some weights had changed: only a checkpoint can be continued from."""
 
 
 class RestartError(Exception):
-    """One of several processes cannot go on, and all can, started again: the fit for that is in the metrics."""
+    """Memory ran out in one of several processes: all must restart, with the leaner plan that the metrics record."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if the error says that the GPU's memory ran out."""
+    """True if the error says that memory ran out on the GPU, or on the host in a tensor's allocation."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_LIBRARIES)
 
 
 @contextlib.contextmanager
 def fatal_oom(what: str) -> Iterator[None]:
-    """Inside, `what` needs memory that does not depend on the batch. DoesNotFitError: it ran out."""
+    """Re-raise out-of-memory errors inside as DoesNotFitError: `what` needs the same memory for any batch."""
     try:
         yield
     except RuntimeError as error:
@@ -79,7 +79,7 @@ def fatal_oom(what: str) -> Iterator[None]:
 
 
 def free_memory(device: torch.device, config: Config) -> None:
-    """Give back to the GPU what nothing refers to any more, and what compiled layers keep for the batch there was."""
+    """Return unused memory to the GPU, including buffers that compiled layers keep for the last batch size."""
     if config.train.compile != "none":
         forget()
     gc.collect()  # frames of a failed step may hold each other
@@ -88,9 +88,11 @@ def free_memory(device: torch.device, config: Config) -> None:
 
 
 class OomRetry:
-    """Takes steps, with what fits: `take_step` takes one, or raises and leaves `TrainState.drawn` to be taken again.
-    Fits recorded in the run directory are followed; `changed` is told of another one: a line for the reader, and a row
-    for the metrics if it is new."""
+    """Takes steps and repeats one that ran out of memory with a leaner plan.
+
+    take_step: takes one step, or raises and leaves `TrainState.drawn` to be taken again. Plans recorded in the run
+    directory are followed. changed: called with a line to print, and a row for the metrics if the plan is new.
+    """
 
     def __init__(
         self,
@@ -106,8 +108,8 @@ class OomRetry:
             changed(text, fit_row(state.step + 1, state.fit, out_of_memory=False))
 
     def __call__(self, state: TrainState, config: Config) -> Any:
-        """One step. DoesNotFitError: nothing leaner is left. LostStepError: weights have moved. RestartError: of
-        several processes; the next attempt has the leaner fit."""
+        """Take one step. DoesNotFitError: no leaner plan is left. LostStepError: weights have already changed.
+        RestartError: with several processes; the next attempt has the leaner plan."""
         recorded = fit_at(self.recorded, state.step + 1)
         if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
             free_memory(state.device, config)
@@ -152,19 +154,19 @@ def _first_line(error: Exception) -> str:
 
 
 def fit_row(step: int, fit: BatchPlan, out_of_memory: bool) -> Row:
-    """The row of metrics.jsonl that says: from this step on."""
+    """Return the metrics row that records a plan from `step` on."""
     return {"kind": "fit", "step": step, **fit._asdict(), "out_of_memory": out_of_memory}
 
 
 def recorded_fits(config: Config) -> dict[int, BatchPlan]:
-    """The fits of a run by the first step they are for; none where the configured one has served so far. Released
-    gradients cannot accumulate: where the run before has taken fewer rows at once, they take all."""
+    """Return the recorded plans by their first step; {} if the configured one was never changed. With released
+    gradients, which cannot accumulate, a plan takes all rows at once."""
     rows = read_metrics(Path(config.train.run_dir) / METRICS)["fit"]
     whole = rows_of_process(config) if config.optimizer.release_gradients else None
     return {step: BatchPlan(whole or row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
 
 
 def fit_at(fits: dict[int, BatchPlan], step: int) -> BatchPlan | None:
-    """The recorded fit of a step, or None if no record reaches back to it."""
+    """Return the recorded plan of a step, None if none was recorded before it."""
     before = [fit for first, fit in fits.items() if first <= step]
     return leanest(before) if before else None

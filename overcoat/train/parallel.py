@@ -39,7 +39,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 def check_parallel(config: Config) -> None:
-    """Refuse what several processes cannot do, or not yet."""
+    """Refuse a configuration that this number of processes cannot run."""
     many, rows, context = process.count(), config.train.rows_per_step, config.parallel.context
     require(many % context == 0, f"parallel.context = {context} with {many} processes: make it a divisor of them")
     length = config.data.sequence_length
@@ -71,6 +71,7 @@ def check_parallel(config: Config) -> None:
 
 
 def _mesh_shape(parallel: ParallelConfig) -> tuple[int, ...]:
+    """Return the shape of the device mesh: (shards,) or (replicas, shards)."""
     many = process.count()
     if parallel.shard == "none":
         return (many, 1)
@@ -86,13 +87,13 @@ def _mesh_shape(parallel: ParallelConfig) -> tuple[int, ...]:
 
 
 def num_shards(parallel: ParallelConfig) -> int:
-    """Parts that parameters are cut into."""
+    """Return into how many parts parameters are sharded."""
     return _mesh_shape(parallel)[-1] if process.count() > 1 else 1
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """A loss as it is, whose backward gives the parameters beside it gradients of zeros: without a look at their
-    values, which have no 16 bits where they travel in FP8."""
+    """Returns the loss; its backward gives zero gradients to the given parameters, without reading their values (which
+    travel in FP8)."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -105,8 +106,7 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 def reached(model: Any, loss: torch.Tensor) -> list[str]:
-    """Names of the parameters that the backward of any process' loss reaches, without those that are cut now (of
-    decoder layers)."""
+    """Return the names of the unsharded parameters that the backward of any process' loss reaches."""
     named = base_model(model).named_parameters()
     names = {id(each): name for name, each in named if each.requires_grad and not isinstance(each, DTensor)}
     waiting, seen, found = [loss.grad_fn], set[Any]([None]), set()
@@ -120,8 +120,8 @@ def reached(model: Any, loss: torch.Tensor) -> list[str]:
 
 
 def with_gradients(model: Any, loss: torch.Tensor, names: list[str]) -> torch.Tensor:
-    """The loss, whose backward also gives zero gradients to the parameters `names`: to a tower's where no row has an
-    image. All processes must sum gradients of the same parameters."""
+    """Return the loss, whose backward also gives zero gradients to the parameters `names`: all processes must reduce
+    the same parameters, also where no row has an image."""
     named = dict(base_model(model).named_parameters())
     return _ZeroGradients.apply(loss, *(named[name] for name in names))
 
@@ -129,13 +129,13 @@ def with_gradients(model: Any, loss: torch.Tensor, names: list[str]) -> torch.Te
 def build_sharded(
     config: Config, tokenizer: Any | None, device: torch.device, recipe: overcoat.Recipe
 ) -> tuple[Any, overcoat.Report]:
-    """Build and convert the model of a configuration, sharded over all processes; return the model and the report."""
+    """Build and convert the configured model, sharded over all processes; return the model and the report."""
     shape = _mesh_shape(config.parallel)  # the last dimension is cut over, one before it has replicas
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, config.parallel.reduce_dtype))
 
     def cut(module: Any) -> None:
-        """A layer, or what is left of a model whose layers are cut. Gradients are summed, not averaged."""
+        """Shard a layer, or the rest of a model whose layers are sharded. Gradients are summed, not averaged."""
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -176,8 +176,8 @@ def build_sharded(
 
 
 class _DrawnElsewhere(TorchDispatchMode):
-    """Random numbers asked for on the meta device are drawn on `device` and dropped: its generator moves as if the
-    tensors lay there."""
+    """Draws random numbers of meta tensors on `device` and drops them: its generator advances as if the tensors were
+    there."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class _DrawnElsewhere(TorchDispatchMode):
 
 
 class _NoneForShards(TorchDispatchMode):
-    """Random numbers for a parameter that is cut already would be others than one process draws."""
+    """Refuses random initialization of a sharded parameter: it would differ from a single process'."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(args[0], DTensor):
@@ -203,8 +203,8 @@ class _NoneForShards(TorchDispatchMode):
 
 
 class _Draft:
-    """A model without memory that remembers how one process draws each module's weights on `device`: by which model,
-    and with which state of the generator."""
+    """A model on the meta device that remembers the generator's state before each module's initialization on
+    `device`."""
 
     def __init__(self, config: Config, tokenizer: Any | None, device: torch.device) -> None:
         self.device = device
@@ -229,7 +229,7 @@ class _Draft:
             kind.init_weights, kind._initialize_weights = initialize, draw
 
     def fill(self, cut: Callable[[nn.Module], None]) -> None:
-        """Give the model memory and its first weights, and cut each decoder layer once it has them."""
+        """Allocate and initialize the model, and shard each decoder layer as soon as it has its weights."""
         after = self._generator()
         rest = dict(self._steps)
         for layer in decoder_layers(self.model).values():
@@ -253,7 +253,7 @@ class _Draft:
                 model._init_weights(module)
 
     def _generator(self, state: torch.Tensor | None = None) -> torch.Tensor:
-        """The state of the device's generator, set to `state` if there is one."""
+        """Return the state of the device's generator, after setting it to `state` if given."""
         here: Any = torch.cuda if self.device.type == "cuda" else torch
         if state is not None:
             here.set_rng_state(state)
@@ -263,7 +263,7 @@ class _Draft:
 def _move_in_parts(
     model: nn.Module, layers: Iterable[nn.Module], device: torch.device, cut: Callable[[nn.Module], None]
 ) -> None:
-    """Move a model to the device and cut its `layers`, one after the other."""
+    """Move a model to the device and shard its `layers`, one after the other."""
     for layer in layers:
         layer.to(device)
         cut(layer)

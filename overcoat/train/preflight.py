@@ -14,8 +14,8 @@ from overcoat.train.config import Config, require
 
 
 def check_named_model(config: Config) -> None:
-    """Refuse a `model.name` that cannot be trained as configured, by its config.json alone. Code of its own, which
-    may make any model, is left to the training itself."""
+    """Refuse a `model.name` that cannot be trained as configured, from its config.json alone. Models with remote code
+    are checked when they are built."""
     kind = load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
     if type(kind).__module__.startswith("transformers."):
         with warnings.catch_warnings():
@@ -24,8 +24,8 @@ def check_named_model(config: Config) -> None:
 
 
 def trial_model(config: Config, kind: Any) -> Any:
-    """Return the converted model of a transformers configuration, without memory. ValueError: its weights are
-    quantized, its values make no model, or none of its layers trains in FP8 and the recipe asks for that."""
+    """Return the converted model of a transformers configuration on the meta device. ValueError: quantized weights,
+    values that make no model, or no layer that the recipe can train in FP8."""
     found = getattr(kind, "quantization_config", None) or {}
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", found)
     require(

@@ -41,8 +41,8 @@ SECONDS_FOR_THE_CAUSE = 3.0  # to whoever failed first, and to the launcher that
 
 
 class _Together:
-    """State that the processes of a run share: a group for host messages, one for writing while training goes on, and a
-    store; None in a run of one."""
+    """State of a run of several processes: one group for host messages, one for the checkpoint thread, and a store;
+    None in a run of one."""
 
     # A signal has come: where others are gone too, from the launcher, which says why.
     is_ended = False
@@ -52,17 +52,17 @@ class _Together:
 
 
 def count() -> int:
-    """Processes of this run."""
+    """Return the number of processes of this run."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Number of this process among them."""
+    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def machines() -> int:
-    """Machines that the processes of this run are on, as torchrun says."""
+    """Return the number of machines, from torchrun's LOCAL_WORLD_SIZE."""
     return count() // number_in_environment("LOCAL_WORLD_SIZE", count(), 1)
 
 
@@ -78,7 +78,7 @@ def is_restarted() -> bool:
 
 @contextlib.contextmanager
 def joined(device_name: str) -> Iterator[None]:
-    """Inside, the processes that torchrun started are one run, on `train.device`: NCCL between GPUs, gloo between
+    """Connect the processes that torchrun started, for the duration of the context: NCCL between GPUs, gloo between
     CPUs."""
     if not is_worker():
         require(
@@ -110,8 +110,8 @@ def joined(device_name: str) -> Iterator[None]:
 
 
 def leave(status: int) -> int:
-    """The exit status, of a process that was alone; one of many ends here. Its communicators may hang: they wait for
-    processes that are gone, and PyTorch 2.13 may abort while it takes gloo's threads down."""
+    """Return the exit status; in a run of several processes exit at once. Their communicators may hang waiting for
+    processes that are gone, and PyTorch 2.13 may abort in gloo's shutdown."""
     if is_worker():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,9 +120,9 @@ def leave(status: int) -> int:
 
 
 def may_report(text: str, is_cause: bool = True) -> bool:
-    """True if this process reports why the run fails: the first one with a cause does. An error that follows from
-    another process' end (`is_cause` False) is reported if after SECONDS_FOR_THE_CAUSE no process has reported a cause.
-    torchrun gets the text, too."""
+    """True if this process prints why the run fails: the first one with a cause. An error that follows from another
+    process' exit (is_cause=False) is printed only if no cause is reported within SECONDS_FOR_THE_CAUSE. torchrun
+    receives the text, too."""
     if not is_worker():
         return True
     if not is_cause:
@@ -148,7 +148,7 @@ def _is_first_to_report(is_cause: bool) -> bool:
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """True if an error, or one that it was raised from, says that another process is gone."""
+    """True if an error, or a cause of it, says that another process is gone."""
     if count() == 1 and not is_worker():
         return False
     words = ("gloo", "NCCL", "Connection", "Socket", "Broken pipe")
@@ -163,15 +163,15 @@ def follows_from_another(error: BaseException) -> bool:
 
 
 def writing_group() -> dist.ProcessGroup | None:
-    """The group of a thread that writes checkpoints; outside of `joined` made when all processes ask for it first. None
-    in a run of one."""
+    """Return the process group of the checkpoint thread, None in a run of one; outside of `joined` the first call, in
+    all processes, creates it."""
     if count() > 1 and _Together.writing is None:
         _Together.writing = dist.new_group(backend="gloo", timeout=PATIENCE)
     return _Together.writing
 
 
 def wait_for_writers() -> None:
-    """Return when all processes are here, in the threads that write."""
+    """Wait until all processes' checkpoint threads are here."""
     _meet(_Together.writing)
 
 
@@ -181,7 +181,7 @@ def _meet(group: dist.ProcessGroup | None) -> None:
 
 
 def _finish(work: Any) -> None:
-    """Wait for a collective in Python, so that signals are handled meanwhile. RuntimeError: a process is gone."""
+    """Wait for a collective in Python, so that signals are handled. RuntimeError: a process is gone."""
     pause = 1e-5
     while not work.is_completed():
         time.sleep(pause)
@@ -193,13 +193,13 @@ def _finish(work: Any) -> None:
 
 
 def wait_for_all() -> None:
-    """Return when all processes are here."""
+    """Wait until all processes are here."""
     _meet(_Together.group)
 
 
 @contextlib.contextmanager
 def first_before_others() -> Iterator[None]:
-    """The others run what is inside once the first process has: it fetches and writes what they read."""
+    """Run the context in the first process, then in the others, which read what it fetched or wrote."""
     if not is_first():
         wait_for_all()
     yield
@@ -208,8 +208,7 @@ def first_before_others() -> Iterator[None]:
 
 
 def share(make: Callable[[], T]) -> T:
-    """Return the first process' `make()`; the others do not call it. It is pickled on the way, between processes
-    of one run."""
+    """Return the first process' `make()`; the others do not call it and receive the pickled result."""
     if count() == 1:
         return make()
     held: list[Any] = [make() if is_first() else None]
@@ -219,7 +218,7 @@ def share(make: Callable[[], T]) -> T:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return each process' value, by rank; only the first process' list is filled."""
+    """Return the values of all processes by rank, in the first process; other processes get a list of None."""
     if count() == 1:
         return [value]
     found: list[Any] = [None] * count()
@@ -229,7 +228,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def largest(*values: int) -> list[int]:
-    """Each number's largest over all processes; no wait for a GPU."""
+    """Return the maximum of each number over all processes, without a GPU sync."""
     if count() == 1:
         return list(values)
     found = torch.tensor(values)
@@ -238,14 +237,14 @@ def largest(*values: int) -> list[int]:
 
 
 def sum_of(value: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes, in place on the device."""
+    """Return the sum over all processes, in place on the device."""
     if count() > 1:
         dist.all_reduce(value)
     return value
 
 
 def share_of(rows: np.ndarray, context: int) -> np.ndarray:
-    """The rows of a step that are this process' and its context's: consecutive ones, as many for everybody."""
+    """Return this process' consecutive rows of a step; processes of one context get the same rows."""
     size, place = len(rows) * context // count(), rank() // context
     return rows[place * size : (place + 1) * size]
 
@@ -254,7 +253,8 @@ def share_of(rows: np.ndarray, context: int) -> np.ndarray:
 
 
 def choose_device(name: str) -> torch.device:
-    """`train.device` as a device; "auto" is the GPU where there is one, of several processes each one's own."""
+    """Return `train.device` as a device; "auto" is a GPU if there is one, and each of several processes gets its own.
+    ValueError: there is no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -275,14 +275,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory that a device has, in use or not."""
+    """Return the total bytes of memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def host_bytes_free() -> int:
-    """Bytes of host memory that each process of this machine can still have; 0 if the system does not say."""
+    """Return the bytes of host memory that each process on this machine can still allocate; 0 if unknown."""
     try:
         named = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(named["MemAvailable"].split()[0]) << 10
@@ -296,10 +296,11 @@ def host_bytes_free() -> int:
 
 
 class StopRequest:
-    """Turns STOPPING and the first Ctrl-C into a request the loop honours between two steps; a second Ctrl-C insists.
+    """Turns STOPPING signals and the first Ctrl-C into a request that the loop handles between two steps; a second
+    Ctrl-C raises KeyboardInterrupt.
 
-    A handler waits until native code returns, which one that waits for another process may never do: of several
-    processes, one that has not answered SECONDS_TO_ANSWER after the signal ends.
+    Python handles a signal only after native code returns, which a collective with a missing process never does. With
+    several processes, one that has not handled a signal after SECONDS_TO_ANSWER exits.
     """
 
     def __init__(self) -> None:
@@ -328,7 +329,7 @@ class StopRequest:
             os.close(self._pipe[1])  # which ends the thread
 
     def _watch(self, pipe: int) -> None:
-        """End the process if the main thread does not come to handle a signal, whose number arrives in the pipe."""
+        """Exit if the main thread does not handle a signal in time; signal numbers arrive in the pipe."""
         with open(pipe, "rb", buffering=0) as signals:
             while number := signals.read(1):
                 if number[0] not in self._previous:
@@ -342,7 +343,7 @@ class StopRequest:
                     leave(128 + number[0])
 
     def agreed(self) -> int | None:
-        """The signal that some process was sent, the same on all of them."""
+        """Return the signal that any process received, the same in all of them; None without one."""
         return largest(self.signum or 0)[0] or None
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:

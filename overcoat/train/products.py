@@ -16,8 +16,8 @@ _library: Any = None  # whose overrides last as long as it does
 
 
 def compute_in_fp32() -> bool:
-    """Products of BF16 on the CPU by ATen's mm, addmm and bmm, and by those that write them elsewhere: from now on, in
-    the whole process. False: not on this CPU, which has AVX-512 or is none of those."""
+    """Compute BF16 mm, addmm and bmm on the CPU in FP32, from now on in the whole process. Return False, and change
+    nothing, unless AVX2 is the CPU's best instruction set."""
     global _library
     if _library is not None:
         return True

@@ -43,7 +43,8 @@ EARLIER = "reasoning of earlier turns"
 
 @dataclass(frozen=True)
 class Piece:
-    """Something that a conversation says: what it is, and what of it must be in the rendered text, `count` times."""
+    """A piece of a conversation: its kind, its text, and the marked text that must appear `count` times in the
+    rendering."""
 
     what: str
     text: str
@@ -54,6 +55,7 @@ class Piece:
     is_grave: bool = True
 
     def is_in(self, rendered: str, squashed: Callable[[], str]) -> bool:
+        """True if the rendering contains the marks and the text around them."""
         if rendered.count(self.mark) < self.count:
             return False
         if self.marked == self.mark or self.marked in rendered:
@@ -67,7 +69,7 @@ def _squash(text: str) -> str:
 
 
 class Marker:
-    """Puts marks into a conversation and remembers them as `pieces`."""
+    """Puts marks into a conversation and records them as `pieces`."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -105,7 +107,7 @@ class Marker:
         return made
 
     def _content(self, text: str, role: str, turn: int) -> str:
-        """Return `text` with a mark in it, and in each part of it before, in and after a thought."""
+        """Return `text` with a mark; with <think> in it, a mark in each part before, inside and after."""
         if role != "assistant" or "</think>" not in text:
             return self._put(f"text of {role!r} turns", text, turn)
         parts = THINKING.split(text)
@@ -143,7 +145,7 @@ class Marker:
         return with_function(call, {**function, "name": self._put(what, function["name"], turn)})
 
     def _put(self, what: str, text: str, turn: int, is_grave: bool = True) -> str:
-        """Return `text` with a mark at its end, before a last tag: templates ask what a text begins and ends with."""
+        """Return `text` with a mark at its end, but before a closing tag: templates test how a text begins and ends."""
         body = text.rstrip()
         if not body:
             return text
@@ -161,7 +163,7 @@ class Marker:
 
 
 def _as_texts(messages: Messages) -> Messages:
-    """Return messages of text; those with images stay."""
+    """Return messages whose content is text; unchanged if there are images."""
     has_images = [any("text" not in part for part in m["content"]) for m in messages if _has_parts(m)]
     return messages if any(has_images) else [{**m, "content": text_of_message(m)} for m in messages]
 
@@ -175,7 +177,7 @@ def _has_parts(message: dict[str, Any]) -> bool:
 
 
 def _with_json(messages: Messages) -> Messages:
-    """Return messages whose calls have their arguments as JSON text (DeepSeek V3's own template)."""
+    """Return messages whose calls have their arguments as JSON text (DeepSeek V3's template)."""
 
     def as_json(call: dict[str, Any]) -> dict[str, Any]:
         function = function_of(call)
@@ -196,7 +198,7 @@ FORMS: tuple[Callable[[Messages], Messages], ...] = (lambda messages: messages, 
 
 
 class Losses:
-    """Counts of what templates and fields leave out of the conversations, by kind, with the first example."""
+    """Counts, by kind, of what templates and fields leave out of conversations, with the first example."""
 
     def __init__(self, on_lost: str):
         self.on_lost = on_lost
@@ -209,7 +211,7 @@ class Losses:
         self.first.setdefault(what, f"{where}: {_short(text)}")
 
     def notes(self, total: int) -> list[str]:
-        """Return a sentence for each kind."""
+        """Return one sentence for each kind."""
         found = [
             f"{count} of {total} conversations have {what}, left out of what is trained on (first: {self.first[what]})"
             for what, count in self.counts.items()
@@ -230,8 +232,8 @@ class Shown:
         self._by_design = functools.cache(self._drops_earlier)
 
     def form(self, messages: Messages, example: dict[str, Any], where: str) -> Callable[[Messages], Messages]:
-        """Return one of FORMS for the messages of `example`, which may have "tools". ValueError: in none of them all
-        is shown, and `data.on_lost` is "refuse"."""
+        """Return the function of FORMS with which the template shows most of `messages`. ValueError: something is left
+        out, and `data.on_lost` is "refuse". example: may have "tools"."""
         form, lost = self._best(messages, example)
         told = set()
         for piece in lost:
@@ -253,7 +255,7 @@ class Shown:
         return piece.what in ("reasoning", THOUGHT) and piece.turn < len(messages) - 1
 
     def _drops_earlier(self, what: str) -> bool:
-        """True if the template shows the reasoning of the last turn, and not that of the turn before."""
+        """True if the template shows the reasoning of the last turn only."""
         think = {"content": "<think>\nc\n</think>\n\nb"} if what == THOUGHT else {"content": "b", REASONING[0]: "c"}
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", **think}]
         try:
@@ -262,7 +264,7 @@ class Shown:
             return False
 
     def _best(self, messages: Messages, example: dict[str, Any]) -> tuple[Any, list[Piece]]:
-        """Return the first form that loses least, and what it loses."""
+        """Return the first form that loses least, and the pieces it loses."""
         marker = Marker()
         marked, tools = marker.conversation(messages, example.get("tools"))
         calls = [piece.mark for piece in marker.pieces if piece.what == "tool calls"]
@@ -290,6 +292,7 @@ def _with_tale(messages: Messages) -> Messages:
 
 
 def _lost(pieces: list[Piece], rendered: str) -> Iterator[Piece]:
+    """Yield the pieces that the rendering does not contain."""
     squashed = functools.cache(lambda: f"{_squash(rendered)} {_squash(html.unescape(rendered))}")
     is_dumped = TALE in rendered  # parts as Python or JSON writes them
     for piece in pieces:

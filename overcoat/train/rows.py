@@ -35,7 +35,7 @@ KINDS = {
 
 
 def has_rows(path: Path) -> bool:
-    """True if a file holds rows with fields, instead of text. ValueError: by its name neither."""
+    """True if a file holds rows with fields, False if text. ValueError: its suffix is neither."""
     return _kind(path) in ROWS
 
 
@@ -51,7 +51,7 @@ def _kind(path: Path) -> str:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Say which file could not be read or decoded, and what to do about it."""
+    """Re-raise read and decoding errors as a ValueError that names the file and the remedy."""
     try:
         yield
     except (UnicodeError, SyntaxError) as error:
@@ -62,14 +62,14 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_text(path: Path) -> Any:
-    """Open a file of text, packed or not, for reading."""
+    """Open a text file for reading, gzip or plain."""
     if path.suffix.lower() == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig")
     return tokenize.open(path) if path.suffix == ".py" else path.open(encoding="utf-8-sig")
 
 
 def read_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of one file, each with where it is; of parquet these columns, or all."""
+    """Yield (where, row) for the rows of one file; columns: of parquet only these (None: all)."""
     kind = _kind(path)
     require(kind in ROWS, f"{path} is text, and conversations want {', '.join(ROWS)}: leave it out")
     with reading(path):
@@ -77,8 +77,8 @@ def read_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple[st
 
 
 def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
-    """Yield one object a line, or those of an array, as json reads them: `datasets` gives all rows of a file the same
-    types, which makes null fields, 1 into 1.0 and "3" into 3."""
+    """Yield one object per line, or the elements of an array. Not read by `datasets`, which gives all rows the same
+    types: missing fields become null, 1 becomes 1.0, and "3" becomes 3."""
     with open_text(path) as file:
         if may_be_array:
             while (first := file.read(1)).isspace():
@@ -93,7 +93,7 @@ def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _read_array(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the rest of an array row by row; in memory is one row."""
+    """Yield the elements of an array whose "[" has been read, with one row in memory at a time."""
     decoder, text, number = json.JSONDecoder(object_pairs_hook=_object), "", 1
     while not (text := text.lstrip(" \t\r\n,")).startswith("]"):
         where = f"{path}, row {number}"
@@ -111,13 +111,13 @@ def _read_array(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parsed(text: str, where: str) -> Any:
-    """Return what JSON says. ValueError: it is none, or an object has a field twice."""
+    """Return parsed JSON. ValueError: it is invalid, or an object has a key twice."""
     with error_context(f"{where}: no JSON (", Exception, "): correct or remove it"):  # RecursionError, too
         return json.loads(text, object_pairs_hook=_object)
 
 
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object, none of whose fields hides another."""
+    """Return an object of key-value pairs. ValueError: a key occurs twice."""
     found = dict(fields)
     if len(found) < len(fields):
         names = [name for name, _ in fields]
@@ -147,8 +147,8 @@ def _read_parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, 
 
 
 def as_json(row: dict[str, Any], features: Any, where: str) -> dict[str, Any]:
-    """Return a row of Arrow's as JSON lines have it: structs without the fields that only other rows have (TRL:
-    remove_none_values), and objects in Json columns. features: of `datasets`, or empty."""
+    """Return a row of Arrow as JSON lines would hold it: structs without null fields (TRL: remove_none_values), and
+    Json columns parsed. features: of `datasets`, or {}."""
 
     def plain(value: Any, feature: Any) -> Any:
         if type(feature).__name__ == "Json":  # decoded, or text in text
@@ -164,23 +164,24 @@ def as_json(row: dict[str, Any], features: Any, where: str) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """Return what JSON calls `value`."""
+    """Return JSON's name of the type of `value`, for messages."""
     return KINDS.get(type(value), f"a {type(value).__name__}")
 
 
 def as_data(value: Any, where: str) -> Any:
-    """Return `value`, or the object or list that it holds as JSON text."""
+    """Return `value`, parsed if it is a text with a JSON object or list."""
     is_json = isinstance(value, str) and value.lstrip()[:1] in ("{", "[")
     return parsed(value, where) if is_json else value
 
 
 def as_object(row: Any, where: str) -> dict[str, Any]:
+    """Return the row. ValueError: it is not an object."""
     require(isinstance(row, dict), f"{where}: {kind_of(row)}, not an object: correct or remove the row")
     return row
 
 
 def field_of(row: Any, key: str, option: str, where: str) -> Any:
-    """Return a field of a row, which `option` names `key`."""
+    """Return a row's field `key`. option: the configuration key that names it, for the message of the ValueError."""
     has_key = key in as_object(row, where)
     require(has_key, f"{where}: no field {key!r} ({option}) among {', '.join(map(str, row)) or 'none'}")
     return row[key]
@@ -191,6 +192,7 @@ def text_of(row: Any, key: str, where: str) -> str:
 
 
 def as_text(value: Any, where: str, other: str = "") -> str:
+    """Return `value`. ValueError: it is not valid text."""
     is_text = isinstance(value, str)
     require(is_text, f"{where} holds {kind_of(value)}, not text: correct or remove the row{other}")
     with error_context(f"{where} holds half of a surrogate pair (", UnicodeEncodeError, "): correct or remove the row"):
@@ -199,4 +201,5 @@ def as_text(value: Any, where: str, other: str = "") -> str:
 
 
 def encoded_size(text: str) -> int:
+    """Return the bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())

@@ -85,7 +85,7 @@ class RunResult:
 
 
 def run(config: Config, console: Console) -> list[RunResult]:
-    """Return the results of the configured run, then of its twin if [compare] asks for one; both resume if they were
+    """Return the results of the configured run, and of its [compare] run if there is one; both resume if
     interrupted."""
     if not config.compare.overrides:
         return [run_once(config, console, "Overcoat")]
@@ -102,7 +102,7 @@ def run(config: Config, console: Console) -> list[RunResult]:
 
 
 def check_before_training(config: Config) -> None:
-    """ValueError: a mistake that shows without reading data or the run directory."""
+    """Raise ValueError for any mistake that shows without reading data or the run directory."""
     if process.is_first():
         check_loggers(config)
     check_config(config)
@@ -115,8 +115,8 @@ def check_before_training(config: Config) -> None:
 
 
 def twin_config(config: Config) -> Config:
-    """The configuration of the run to compare with: same tokens, seed and steps, and what `compare.overrides`
-    changes."""
+    """Return the configuration of the [compare] run: the same tokens, seed and steps, with `compare.overrides`
+    applied."""
     mine = replace(
         config,
         compare=replace(config.compare, overrides=[]),
@@ -129,7 +129,7 @@ def twin_config(config: Config) -> Config:
 
 
 def run_once(config: Config, console: Console, title: str) -> RunResult:
-    """Check the configuration, then train (or go on training) one model and finish it."""
+    """Check the configuration, then train (or resume) one model and return its result."""
     check_before_training(config)
     return _run_checked(config, console, title)
 
@@ -161,7 +161,8 @@ def _run_checked(config: Config, console: Console, title: str) -> RunResult:
 
 
 def _train_from(checkpoints: list[Path], config: Config, console: Console, title: str) -> RunResult:
-    """Train from the last of `checkpoints`, to which those that are written are added, or from the beginning."""
+    """Train from the last of `checkpoints` (from the start if there is none) and return the result; new checkpoints are
+    appended."""
     run_dir, device = Path(config.train.run_dir), choose_device(config.train.device)
 
     def say(text: str) -> None:
@@ -222,6 +223,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
 
 
 def _resume(path: Path, state: TrainState, config: Config, say: Callable[[str], None]) -> None:
+    """Load a checkpoint into `state`. ValueError: no step is left to train."""
     held_out = checkpoint.load_checkpoint(path, state)
     if config.train.resume != "auto":  # another recipe or batch may keep more or less: the first step tells anew
         state.kept_bytes = 0
@@ -235,7 +237,8 @@ def _resume(path: Path, state: TrainState, config: Config, say: Callable[[str], 
 
 
 def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
-    """`eval.tasks` with their data, fetched by the first process; what is missing is found before the model is made."""
+    """Return `eval.tasks` with their data, fetched by the first process; None without tasks. ValueError: a task or its
+    data are missing, or need a tokenizer or a single process."""
     names = task_names(config.eval.tasks)
     if not names:
         return None
@@ -254,7 +257,7 @@ def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
 def make_state(
     config: Config, corpus: Corpus, device: torch.device, fit: BatchPlan
 ) -> tuple[TrainState, overcoat.Report]:
-    """Model, optimizer and data at step 0, and what `convert` did."""
+    """Return model, optimizer and data at step 0, and the report of `convert`."""
     recipe = recipe_of(config, fit)
     if process.count() > 1:
         model, report = build_sharded(config, corpus.tokenizer, device, recipe)
@@ -304,7 +307,7 @@ def _result(config: Config, title: str, state: TrainState, sample: str, note: st
 
 
 def generate_sample(config: Config, corpus: Corpus, state: TrainState) -> str:
-    """Text that the trained model writes after `sample.prompt`; leaves the global generators as they were."""
+    """Return the text that the trained model generates after `sample.prompt`; the global generators are restored."""
     tokenizer, wanted = corpus.tokenizer, config.sample
     if tokenizer is None or not wanted.tokens:
         return ""

@@ -41,7 +41,8 @@ class Continuation(str):
 
 
 def find_files(patterns: list[str]) -> list[Path]:
-    """Return the files behind `data.files`, each once, ordered by the checksum of the name."""
+    """Return the files of `data.files` without duplicates, ordered by the checksum of the name. ValueError: a pattern
+    matches nothing."""
     found: dict[Path, str] = {}
     for pattern in patterns:
         if pattern == "stdlib":
@@ -60,7 +61,7 @@ def find_files(patterns: list[str]) -> list[Path]:
 
 
 def _python_files(root: Path, excluded: set[str]) -> Iterator[tuple[Path, str]]:
-    """Yield every .py file below `root` with its name relative to it, which is the same on every machine."""
+    """Yield every .py file below `root` with its relative name, which is the same on every machine."""
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         if excluded.isdisjoint(relative.parts) and path.is_file():
@@ -68,7 +69,7 @@ def _python_files(root: Path, excluded: set[str]) -> Iterator[tuple[Path, str]]:
 
 
 def read_documents(path: Path, text_key: str) -> Iterator[str]:
-    """Yield the documents of one file: the texts of its rows, or a text in pieces that end where lines do."""
+    """Yield the documents of one file: the texts of its rows, or plain text in pieces that end at line ends."""
     if has_rows(path):
         yield from (text_of(row, text_key, where) for where, row in read_rows(path, [text_key]))
         return
@@ -92,14 +93,14 @@ def open_dataset(config: DataConfig) -> Any:
 
 
 def rows(config: DataConfig) -> Iterator[tuple[str, Any]]:
-    """Yield every row of the data once, with where it is."""
+    """Yield (where, row) for every row of the data, once."""
     if config.dataset:
         return dataset_rows(open_dataset(config), config)
     return (row for path in find_files(config.files) for row in read_rows(path))
 
 
 def dataset_rows(dataset: Any, config: DataConfig, num_done: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a dataset; `num_done` came before the first."""
+    """Yield (where, row) for the rows of a dataset. num_done: rows that were read before."""
     # Of any kind: from the network, a parser, a decompressor.
     with error_context(f"dataset {config.dataset!r}: ", Exception):
         features = getattr(dataset, "features", None) or {}
@@ -109,7 +110,7 @@ def dataset_rows(dataset: Any, config: DataConfig, num_done: int = 0) -> Iterato
 
 
 def documents(config: DataConfig) -> Iterator[str]:
-    """Yield documents that are not blank, up to `data.max_bytes`, with `data.dedupe` each once. ValueError: none."""
+    """Yield non-blank documents, up to `data.max_bytes`; each once with `data.dedupe`. ValueError: there is none."""
     seen, num_bytes, is_empty = set[int](), 0, True
     dataset = open_dataset(config) if config.dataset else None
     for text in _texts(config, dataset, [] if config.dataset else find_files(config.files)):
@@ -126,6 +127,7 @@ def documents(config: DataConfig) -> Iterator[str]:
 
 
 def no_documents(config: DataConfig) -> ValueError:
+    """Return the error for data without any text."""
     where = "data.dataset has" if config.dataset else "data.files have"
     limit = f" within data.max_bytes = {config.max_bytes}: raise it" if config.max_bytes else ": name others"
     return ValueError(f"{where} no documents with text{limit}")
@@ -138,8 +140,8 @@ def _texts(config: DataConfig, dataset: Any, files: Iterable[Path], num_done: in
 
 
 class DocumentStream:
-    """Documents without end, with a position that can be saved and restored; reshuffled in each epoch, files in an
-    order drawn from (seed, epoch), a dataset by itself."""
+    """Endless documents with a position that can be saved and restored. Each epoch is shuffled: files by (seed, epoch),
+    a dataset by its own shuffle."""
 
     def __init__(self, config: DataConfig, seed: int):
         self.config, self.seed = config, seed
@@ -149,7 +151,7 @@ class DocumentStream:
         self._iterator = self._open()
 
     def take(self, count: int) -> list[str]:
-        """Return the next `count` documents, fewer at the end of an epoch."""
+        """Return the next `count` documents, fewer at the end of an epoch. ValueError: an epoch has none."""
         taken = [text for _, text in zip(range(count), self._iterator, strict=False)]
         self.num_done += len(taken)
         if len(taken) < count:

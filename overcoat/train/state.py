@@ -52,27 +52,27 @@ class TrainState:
     with_images: list[str] | None = None  # parameters that several processes have gradients of, once rows had images
 
     def batch(self, rows_BT: np.ndarray, document_mask: bool) -> Batch:
-        """Rows (B, T + 1) as one forward pass, with their images."""
+        """Return rows (B, T + 1) as a batch, with their images."""
         batch = make_batch(rows_BT, self.eos, document_mask)
         return batch if self.images is None else self.images.add_to(batch, rows_BT, base_model(self.model))
 
     def change_fit(self, config: Config, fit: BatchPlan) -> None:
-        """Go on with another micro-batch or recipe; the next forward pass is measured anew."""
+        """Continue with another plan; the next forward pass is measured again."""
         overcoat.convert(self.model, recipe_of(config, fit))
         self.fit, self.kept_bytes, self.kept_table = fit, 0, ""
 
     def trained(self) -> list[str]:
-        """Return the names of the trained parameters. The optimizer knows them by number only."""
+        """Return the names of the trained parameters; the optimizer knows them by number only."""
         return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def params(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
-        """Return the optimizer's parameters by number, each with its name and its group."""
+        """Return (name, parameter, group) for the optimizer's parameters, by number."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         groups = self.optimizer.param_groups
         return [(names[id(param)], param, group) for group in groups for param in group["params"]]
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the record and the tensors of a checkpoint, not copied. All processes call it."""
+        """Return the record and the tensors of a checkpoint, without copying. All processes call it."""
         optimizer, rows = self.optimizer.state_dict(), self.rows.state_dict()
         states = {number: state for number, state in optimizer["state"].items() if state}
         tensors = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(self.model).items()}
@@ -96,7 +96,7 @@ class TrainState:
         return record, tensors
 
     def load(self, record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take over a checkpoint, whose weights are in the model already."""
+        """Restore everything but the weights from a checkpoint."""
         states: dict[int, dict[str, Tensor]] = {number: {} for number in record["with_state"]}
         rows = dict(record["rows"])
         for key, value in tensors.items():
@@ -119,7 +119,7 @@ class TrainState:
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, tied ones under their first name; of `PeftModel` the adapters alone."""
+    """Return parameters and buffers by name, tied ones under their first name; only the adapters of a `PeftModel`."""
     found, adapters_only = dict[int, tuple[str, Tensor]](), hasattr(model, "peft_config")
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.requires_grad or not adapters_only:
@@ -128,7 +128,7 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def check_counts(record: dict[str, Any]) -> None:
-    """ValueError: a count of a record is no whole number from 0 on."""
+    """Raise ValueError if a counter of a record is not a whole number from 0 on."""
     rows = record["rows"]
     counts = [(key, record[key]) for key in ("step", "num_tokens", "kept_bytes")]
     counts += [item for of in (rows, rows.get("stream", {})) for item in of.items() if item[0] in ("epoch", "num_done")]
@@ -138,7 +138,7 @@ def check_counts(record: dict[str, Any]) -> None:
 
 
 def check_value(field: str, value: Tensor, steps: int) -> None:
-    """ValueError: a tensor of an optimizer's state holds what no step leaves."""
+    """Raise ValueError if a tensor of the optimizer's state has a value that no step produces."""
     if not value.is_floating_point():
         return
     value = local(value).float()
@@ -149,7 +149,7 @@ def check_value(field: str, value: Tensor, steps: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy and PyTorch as lists of numbers."""
+    """Return the states of the global generators of Python, NumPy and PyTorch as JSON values."""
     version, numbers, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
@@ -161,7 +161,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(saved: dict[str, Any]) -> None:
-    """Put the global generators back; GPUs that are not here any more are left out."""
+    """Restore the global generators; states of GPUs that do not exist here are ignored."""
     version, numbers, gauss = saved["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = saved["numpy"]

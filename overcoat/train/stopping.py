@@ -19,8 +19,10 @@ LOOKED_AT = 1000  # conversations, spread over all
 
 
 def turn_ends(tokens: np.ndarray, ranges: np.ndarray, tokenizer: Any) -> list[int]:
-    """Return the ids that end what is trained on, the most frequent first; of conversations `ranges` (N, 2) of `tokens`
-    (uint32 with flags). Empty: what is trained on ends in plain text, as where a template leaves the end out."""
+    """Return the ids of the tokens that end training targets, most frequent first; [] if they end in plain text.
+
+    tokens: uint32 with TRAINED flags; ranges: (N, 2), the begin and end of each conversation.
+    """
     added = {*tokenizer.get_added_vocab().values(), tokenizer.eos_token_id}
     special = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
     last, tails = Counter[int](), list[set[int]]()
@@ -41,7 +43,7 @@ def turn_ends(tokens: np.ndarray, ranges: np.ndarray, tokenizer: Any) -> list[in
 
 
 def stop_at(model: Any, stops: list[int]) -> None:
-    """Make `generate` stop at these ids, and at the model's own."""
+    """Add `stops` to the token ids at which the model's `generate` stops."""
     found = model.generation_config
     if found is None:
         from transformers import GenerationConfig
@@ -57,8 +59,8 @@ def stop_at(model: Any, stops: list[int]) -> None:
 
 
 def ending_with(tokenizer: Any, stops: list[int]) -> Any:
-    """Return the tokenizer or processor to export: its EOS is the most frequent of `stops`, unless its chat template
-    writes EOS, and would then write another token."""
+    """Return the tokenizer or processor to export, with the first of `stops` as its EOS; unchanged if its chat template
+    writes EOS, which would then be another token."""
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     if not stops or stops[0] == inner.eos_token_id or "eos_token" in str(tokenizer.chat_template):
         return tokenizer

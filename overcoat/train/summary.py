@@ -43,7 +43,8 @@ GPU_LINE: Line = ("peak GPU memory", lambda r: r.peak_bytes, shown_bytes, _times
 
 
 def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict[str, Any]:
-    """Write loss.png and results.json, print the table, the sample and the places; returns what results.json holds."""
+    """Write loss.png and results.json, print the table, the sample and the paths; return the contents of
+    results.json."""
     plot = run_dir / "loss.png"
     plot_losses(results, plot)
     summary: dict[str, Any] = {"runs": [asdict(result) for result in results], "plot": str(plot)}
@@ -86,7 +87,7 @@ def _table(results: list[RunResult]) -> Table:
 
 
 def plot_losses(results: list[RunResult], path: Path) -> None:
-    """Training loss (running mean over a fiftieth of the steps) and held-out loss over tokens, one colour per run."""
+    """Plot training loss (running mean over steps / 50) and held-out loss over tokens, one color per run."""
     with drawing(path, "hf", "the loss plot", 7, 4.5) as axes:
         for result, color, marker in zip(results, ("tab:blue", "tab:orange"), "ox", strict=False):
             metrics = read_metrics(Path(result.metrics))

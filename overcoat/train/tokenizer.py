@@ -22,12 +22,14 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def tokenizer_name(config: Config) -> str:
-    """The tokenizer to load: the one named, else the model's own; "" where one is trained, or none is named."""
+    """Return the name of the tokenizer to load: tokenizer.name, else the model's; "" if one is trained, or none is
+    given."""
     return config.tokenizer.name or (config.model.name if not config.tokenizer.vocab_size else "")
 
 
 def make_tokenizer(config: Config) -> Any | None:
-    """The transformers tokenizer of this run; None for token binaries that come without one."""
+    """Return the transformers tokenizer of this run; None for token binaries without one. ValueError: none is
+    configured."""
     name = tokenizer_name(config)
     if not name and config.data.is_tokens:
         return None
@@ -40,7 +42,7 @@ def make_tokenizer(config: Config) -> Any | None:
 
 
 def set_chat_template(tokenizer: Any, template: str) -> None:
-    """Set the template of `tokenizer.chat_template`, if given, on a tokenizer or processor."""
+    """Set the chat template of a tokenizer or processor. template: a file, a tokenizer's name, or "" to leave it."""
     if template:
         text = read_chat_template(template)
         with error_context("tokenizer.chat_template: no file, and "):
@@ -50,7 +52,7 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
 
 
 def read_chat_template(template: str) -> str | None:
-    """The text of the file that `tokenizer.chat_template` names; None if it names none."""
+    """Return the text of a chat template's file; None if there is no such file."""
     if not os.path.isfile(template):  # unlike Path.is_file, also of what can be no path
         return None
     with error_context(f"tokenizer.chat_template = {template!r}: not UTF-8: ", UnicodeDecodeError):
@@ -58,7 +60,7 @@ def read_chat_template(template: str) -> str | None:
 
 
 def make_processor(config: Config) -> Any:
-    """The processor of this run's images, which has its tokenizer."""
+    """Return the image processor of this run, including its tokenizer."""
     processor = load_processor(tokenizer_name(config), config.model.trust_remote_code)
     processor.tokenizer.split_special_tokens = config.data.special_tokens == "text"
     set_chat_template(processor, config.tokenizer.chat_template)
@@ -66,8 +68,8 @@ def make_processor(config: Config) -> Any:
 
 
 def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A processor by Hugging Face name or folder. ValueError: a transformers whose processors mark other tokens than
-    the assistant's once an image's own are in place."""
+    """Return a processor by Hugging Face name or folder. ValueError: it has no image processor, or transformers is
+    below 5.18, which marks wrong tokens as the assistant's after an image."""
     version = load_extra("transformers", "hf", "data.images").__version__
     if tuple(map(int, version.split(".")[:2])) < (5, 18):
         raise ValueError(
@@ -81,8 +83,8 @@ def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False, special_tokens: str = "tokens") -> Any:
-    """A tokenizer by Hugging Face name or folder, which reads special tokens that a text spells out as "tokens" or
-    "text"."""
+    """Return a fast tokenizer by Hugging Face name or folder. special_tokens: read those that a text spells out as
+    "tokens" or as "text". ValueError: it is not a fast one, or has no EOS."""
     tokenizer = load_pretrained("AutoTokenizer", "the tokenizer", str(name), trust_remote_code)
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {str(name)!r} must be a fast one with an end-of-text token to pack documents")
@@ -91,8 +93,8 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False, special_to
 
 
 def train_tokenizer(config: Config) -> Any:
-    """Train a byte-level BPE on the first `tokenizer.train_bytes` of the corpus, whose order is a fair
-    sample."""
+    """Return a byte-level BPE trained on the first `tokenizer.train_bytes` of the data, a fair sample in the order of
+    `documents`."""
     tokenizers = load_extra("tokenizers", "hf", "training a tokenizer")
     transformers = load_extra("transformers", "hf", "training a tokenizer")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
@@ -112,7 +114,7 @@ def train_tokenizer(config: Config) -> Any:
 
 
 def num_ids(tokenizer: Any) -> int:
-    """Every id is below this; a vocabulary with gaps has fewer tokens."""
+    """Return the largest token id plus 1 (a vocabulary with gaps has fewer tokens)."""
     return 1 + max(tokenizer.get_vocab().values())
 
 
