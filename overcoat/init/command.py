@@ -32,7 +32,7 @@ from overcoat.estimate.dry_run import own_loss
 from overcoat.extras import one_line
 from overcoat.models.dummy_batch import sees
 from overcoat.models.shapes import MODELS, load_model_config
-from overcoat.train.batch_plan import choose_fit, model_config
+from overcoat.train.batch_plan import choose_plan, model_config
 from overcoat.train.build import check_is_model, check_tables
 from overcoat.train.chat import Encoder
 from overcoat.train.config import Config, DataConfig, error_context, require
@@ -88,7 +88,7 @@ def run(parsed: argparse.Namespace) -> int:
         with error_context("GPU memory: ", argparse.ArgumentTypeError):
             memory = memory_size(answer) if answer else None
     values = {**_model(parsed), **_data(parsed.data), "data.sequence_length": parsed.seq, **_training(parsed)}
-    values, chosen = _fitted(values, parsed, memory)
+    values, chosen = _planned(values, parsed, memory)
     # A new tokenizer has no chat template.
     needs_template = parsed.from_scratch and values.get("data.format") == "messages"
     command = f"overcoat train {shlex.quote(str(target))}" + " tokenizer.chat_template=FILE" * needs_template
@@ -297,7 +297,7 @@ def _training(parsed: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | None) -> tuple[dict[str, Any], str]:
+def _planned(values: dict[str, Any], parsed: argparse.Namespace, memory: int | None) -> tuple[dict[str, Any], str]:
     """Return the values with rows, recipe and the place of the moments chosen, and a sentence about the choice.
     ValueError: not one row fits."""
     if memory is None:
@@ -323,13 +323,13 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
         auto = {"train.batch_size": "auto", "train.global_batch_size": parsed.rows}
         planned = {key: value for key, value in {**values, **way, **auto}.items() if key != "data.images"}
         config = build_config(tomllib.loads(_written("", planned)), [])
-        fit = choose_fit(config, model, memory, loss_of=with_image if has_images else None)
-        if fit is not None:
-            recipe = "leanest" if fit.block_checkpoints else "default"
-            chosen = f"{fit.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.3g} GiB at once, recipe {recipe}"
+        plan = choose_plan(config, model, memory, loss_of=with_image if has_images else None)
+        if plan is not None:
+            recipe = "leanest" if plan.block_checkpoints else "default"
+            chosen = f"{plan.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.3g} GiB at once, recipe {recipe}"
             chosen += ", moments in host memory" if way else ""
             chosen += f", with one image in each (of {IMAGE_SIDE} pixels a side, if not fixed)" if has_images else ""
-            return {**values, **way, "recipe.name": recipe, **_rows(parsed.rows, fit.micro_batch)}, chosen
+            return {**values, **way, "recipe.name": recipe, **_rows(parsed.rows, plan.micro_batch)}, chosen
     raise ValueError(
         f"not one row of {parsed.seq} tokens of {parsed.model} fits {memory / GIBI:.3g} GiB, with block checkpoints or "
         "moments in host memory: shorten --seq, take a smaller model, or several GPUs (overcoat estimate --gpus)"

@@ -10,7 +10,7 @@ from typing import Any
 
 from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import load_pretrained, reason
-from overcoat.train.batch_plan import BatchPlan, configured_fit, training_setup
+from overcoat.train.batch_plan import BatchPlan, configured_plan, training_setup
 from overcoat.train.build import loss_for_estimates
 from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints, num_processes
 from overcoat.train.config import Config
@@ -112,15 +112,17 @@ def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -
         return "there is no checkpoint yet that says what the model is"
     if num_processes(made[-1]) > 1:
         return "the run had several processes, whose estimate is overcoat estimate --config CONFIG.toml --gpus N"
-    fits = list(metrics["fit"].values())
-    if not fits and config.train.batch_size == "auto":
+    plans = list(metrics["fit"].values())
+    if not plans and config.train.batch_size == "auto":
         return "the run has not recorded how many rows passed at once"
-    fit = BatchPlan(fits[-1]["micro_batch"], bool(fits[-1]["block_checkpoints"])) if fits else configured_fit(config)
+    plan = (
+        BatchPlan(plans[-1]["micro_batch"], bool(plans[-1]["block_checkpoints"])) if plans else configured_plan(config)
+    )
     try:
         predictor = Predictor(
             load_pretrained("AutoConfig", "the model", str(model), False),
             loss_for_estimates(config.data.masks_documents),
         )
-        return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit))
+        return predictor.predict(plan.micro_batch, config.data.sequence_length, training_setup(config, plan))
     except Exception as error:  # of any kind: the files of a model are read by transformers
         return reason(error)

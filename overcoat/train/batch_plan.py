@@ -1,14 +1,14 @@
 """Batch plans: how many rows one forward pass takes and whether blocks are checkpointed; `train.batch_size = "auto"`.
 
-A step always takes `train.rows_per_step` rows, each process its share, in equal micro-batches. A running run may change
-its plan (`out_of_memory.py`): the rows of a step and the weight of a label stay. Losses differ by rounding: FP8 scales
-are of other tensors, gradients are added in another order, and block checkpoints round block inputs to 8 bits.
+A step always takes `train.rows_per_step` rows, split over the processes, in equal micro-batches. A run that changes its
+plan (`out_of_memory.py`) keeps the rows of a step and the weight of each label. Losses change by rounding only: FP8
+scales belong to other batches, gradients are summed in another order, and block checkpoints store 8-bit inputs.
 
     planned = (1 - SAFETY) x min(free GPU memory, what PyTorch may take, train.memory_limit_gib)
     chosen  = the largest divisor of train.global_batch_size whose `Prediction.total_bytes` are at most that
 
-The prediction (`overcoat.estimate`) has margins of its own, for the allocator and the CUDA context. A step that runs
-out of memory all the same is repeated with less (`out_of_memory.py`).
+The prediction (`overcoat.estimate`) already contains margins for the allocator and the CUDA context. A step that still
+runs out of memory is repeated with a leaner plan (`out_of_memory.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from overcoat.train.build import inline_config, loss_for_estimates, make_recipe
 from overcoat.train.config import Config, require
 from overcoat.train.parallel import num_shards
 
-# Share of the memory that is not planned with: other processes, fragmentation, predictions that are too low.
+# Share of the memory kept in reserve: other processes, fragmentation, predictions that are too low.
 SAFETY = 0.05
 GIBI = 2**30
 
 
 class BatchPlan(NamedTuple):
-    """micro_batch: rows in one forward pass. block_checkpoints: `checkpoint="block"`, whatever the recipe says."""
+    """micro_batch: rows in one forward pass. block_checkpoints: override the recipe with `checkpoint="block"`."""
 
     micro_batch: int
     block_checkpoints: bool = False
@@ -61,37 +61,37 @@ def divisors(count: int) -> list[int]:
     return sorted({*small, *(count // size for size in small)}, reverse=True)
 
 
-def recipe_of(config: Config, fit: BatchPlan) -> overcoat.Recipe:
+def recipe_of(config: Config, plan: BatchPlan) -> overcoat.Recipe:
     """Return the configured recipe, with block checkpoints where the plan asks for them."""
     recipe = make_recipe(config.recipe)
-    return replace(recipe, checkpoint="block") if fit.block_checkpoints else recipe
+    return replace(recipe, checkpoint="block") if plan.block_checkpoints else recipe
 
 
-def _checkpointed(config: Config, fit: BatchPlan) -> list[BatchPlan]:
+def _checkpointed(config: Config, plan: BatchPlan) -> list[BatchPlan]:
     """Return `plan` with block checkpoints as a list of one; [] if it has them already, or the recipe has no FP8
     blocks."""
-    recipe = recipe_of(config, fit)
-    return [fit._replace(block_checkpoints=True)] if recipe.fp8 and recipe.checkpoint is None else []
+    recipe = recipe_of(config, plan)
+    return [plan._replace(block_checkpoints=True)] if recipe.fp8 and recipe.checkpoint is None else []
 
 
-def next_leaner(config: Config, fit: BatchPlan) -> BatchPlan | None:
-    """Return the plan to try after `fit` ran out of memory, as `train.on_oom` says; None if nothing is left."""
-    fewer = [fit._replace(micro_batch=size) for size in divisors(rows_of_process(config)) if size < fit.micro_batch]
+def next_leaner(config: Config, plan: BatchPlan) -> BatchPlan | None:
+    """Return the plan to try after `plan` ran out of memory, as `train.on_oom` says; None if nothing is left."""
+    fewer = [plan._replace(micro_batch=size) for size in divisors(rows_of_process(config)) if size < plan.micro_batch]
     if config.optimizer.release_gradients:
         fewer = []  # they cannot accumulate
-    lean = _checkpointed(config, fit)
+    lean = _checkpointed(config, plan)
     ways = {"smaller_batch": [*fewer, *lean], "leaner_recipe": [*lean, *fewer], "error": []}[config.train.on_oom]
     return ways[0] if ways else None
 
 
-def leanest(fits: Iterable[BatchPlan]) -> BatchPlan:
+def leanest(plans: Iterable[BatchPlan]) -> BatchPlan:
     """Return the fewest rows of all plans, with block checkpoints if any plan has them."""
-    rows, checkpoints = zip(*fits, strict=True)
+    rows, checkpoints = zip(*plans, strict=True)
     return BatchPlan(min(rows), any(checkpoints))
 
 
 class Training(NamedTuple):
-    """A training configuration as far as memory is concerned: what `overcoat estimate --config` asks for."""
+    """What `overcoat estimate --config` needs of a training configuration."""
 
     predictor: Predictor  # of its model
     batch: int  # rows in one forward pass
@@ -108,7 +108,7 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
     it.
     """
     sees_images = "; overcoat estimate --model NAME sees images" if config.data.images else ""
-    require(not config.not_estimated, f"{config.not_estimated}: set it aside{sees_images}")
+    require(not config.not_estimated, f"{config.not_estimated}: leave it out{sees_images}")
     rows = config.train.rows_per_step
     if cluster.gpus > 1:
         _check_shared(config, cluster)
@@ -118,16 +118,18 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
         if memory is None:
             memory = memory_to_plan_with(config, torch.device("cuda") if torch.cuda.is_available() else None)
         memory = min(memory, limit or memory)
-        fit, no = choose_fit(config, model, memory, cluster), ""
-        if fit is None:
-            fit, no = BatchPlan(1), ", which does not fit either"
-        note = f"train.batch_size = auto: {fit}, {rows} in a step{no}"
+        plan, no = choose_plan(config, model, memory, cluster), ""
+        if plan is None:
+            plan, no = BatchPlan(1), ", which does not fit either"
+        note = f"train.batch_size = auto: {plan}, {rows} in a step{no}"
     else:
-        fit = configured_fit(config, cluster)
+        plan = configured_plan(config, cluster)
         if cluster.gpus > 1:
-            note = f"{rows} rows in a step, of which each GPU takes {rows_of_process(config, cluster)}, {fit}"
+            note = f"{rows} rows in a step, of which each GPU takes {rows_of_process(config, cluster)}, {plan}"
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
-    return Training(predictor, fit.micro_batch, config.data.sequence_length, training_setup(config, fit, cluster), note)
+    return Training(
+        predictor, plan.micro_batch, config.data.sequence_length, training_setup(config, plan, cluster), note
+    )
 
 
 def _check_shared(config: Config, cluster: Cluster) -> None:
@@ -146,18 +148,18 @@ def _check_shared(config: Config, cluster: Cluster) -> None:
     )
 
 
-def training_setup(config: Config, fit: BatchPlan, cluster: Cluster = ONE) -> Setup:
+def training_setup(config: Config, plan: BatchPlan, cluster: Cluster = ONE) -> Setup:
     """Return the memory setup of a training configuration with the micro-batch and recipe of `plan`; cluster: as in
     `rows_of_process`."""
     optimizer = config.optimizer
     return Setup(
-        recipe=recipe_of(config, fit),
+        recipe=recipe_of(config, plan),
         moments=optimizer.codes,
         master=optimizer.master,
         group_size=optimizer.group_size,
         release_gradients=optimizer.release_gradients,
         offload=optimizer.offload,
-        accumulation=rows_of_process(config, cluster) // fit.micro_batch,
+        accumulation=rows_of_process(config, cluster) // plan.micro_batch,
         dtype=config.model.dtype,
         document_mask=config.data.masks_documents,
         reduce_dtype=config.parallel.reduce_dtype,
@@ -181,7 +183,7 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
     return inline_config(model, tokenizer, config.data.sequence_length)
 
 
-def configured_fit(config: Config, cluster: Cluster = ONE) -> BatchPlan:
+def configured_plan(config: Config, cluster: Cluster = ONE) -> BatchPlan:
     """Return the plan of a configured train.batch_size: the largest divisor of the process' rows that is not above
     it."""
     assert config.train.batch_size != "auto"
@@ -190,25 +192,25 @@ def configured_fit(config: Config, cluster: Cluster = ONE) -> BatchPlan:
     )
 
 
-def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> BatchPlan:
+def first_plan(config: Config, device: torch.device, tokenizer: Any | None) -> BatchPlan:
     """Return the plan that a run on `device` begins with; the model need not exist yet. ValueError: with
     train.batch_size = "auto", not even one row fits, or the free memory is unknown."""
     if config.train.batch_size != "auto":
-        return configured_fit(config)
+        return configured_plan(config)
     memory = memory_to_plan_with(config, device)
-    # On the least memory that one of several processes has.
+    # The least of all processes' memory: they must agree on one plan.
     memory = -process.largest(-memory)[0]
-    fit = choose_fit(config, model_config(config, tokenizer), memory)
-    if fit is None:
+    plan = choose_plan(config, model_config(config, tokenizer), memory)
+    if plan is None:
         raise ValueError(
             f"train.batch_size = 'auto': not even one row fits {memory / GIBI:.2f} GiB; overcoat estimate --config "
             f"CONFIG.toml --gpu-memory {memory / GIBI:.1f}GiB says what would make it fit, train.batch_size=1 with "
             "train.accumulation tries all the same"
         )
-    return fit
+    return plan
 
 
-def choose_fit(
+def choose_plan(
     config: Config, model: Any, memory: int, cluster: Cluster = ONE, loss_of: LossOf | None = None
 ) -> BatchPlan | None:
     """Return the plan with the largest micro-batch that fits into `memory` bytes minus the SAFETY share; None if
@@ -220,18 +222,18 @@ def choose_fit(
     """
     predictor = Predictor(model, loss_of or loss_for_estimates(config.data.masks_documents))
 
-    def needed(fit: BatchPlan) -> int:
-        setup, shards = training_setup(config, fit, cluster), max(num_shards(config.parallel), cluster.sharding)
-        return predictor.predict(fit.micro_batch, config.data.sequence_length, setup, shards).total_bytes
+    def needed(plan: BatchPlan) -> int:
+        setup, shards = training_setup(config, plan, cluster), max(num_shards(config.parallel), cluster.sharding)
+        return predictor.predict(plan.micro_batch, config.data.sequence_length, setup, shards).total_bytes
 
-    fits = [BatchPlan(rows) for rows in divisors(rows_of_process(config, cluster))]
-    leaner = [] if config.train.on_oom == "error" else [lean for fit in fits for lean in _checkpointed(config, fit)]
-    for known in (fits, leaner):
+    plans = [BatchPlan(rows) for rows in divisors(rows_of_process(config, cluster))]
+    leaner = [] if config.train.on_oom == "error" else [lean for plan in plans for lean in _checkpointed(config, plan)]
+    for known in (plans, leaner):
         # Fewer rows need less: a handful of predictions finds the place, where a large step has hundreds of divisors.
-        place = bisect.bisect_left(known, True, key=lambda fit: needed(fit) <= (1 - SAFETY) * memory)
+        place = bisect.bisect_left(known, True, key=lambda plan: needed(plan) <= (1 - SAFETY) * memory)
         if place < len(known):
             return known[place]
-    last = [*fits, *leaner][-1]
+    last = [*plans, *leaner][-1]
     return last if needed(last) <= memory else None
 
 

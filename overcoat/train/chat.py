@@ -1,10 +1,9 @@
-"""Conversations as tokens, and which of them are trained on: the assistant's of "messages", the completion's of
-"prompt-completion".
+"""Tokenize conversations; labels are the assistant's tokens ("messages") or the completion's ("prompt-completion").
 
-The tokenizer's chat template says what the assistant's tokens are ({% generation %}); for templates that do not, TRL
-has versions that do. Tokens and labels are those of TRL's SFTTrainer, with `assistant_only_loss` for messages. What the
-template leaves out is refused or counted (rendering.py). A token is kept as uint32: its id, with the flag TRAINED where
-it is a label.
+The chat template marks the assistant's tokens ({% generation %}); for known templates without marks TRL has marked
+versions. Tokens and labels equal those of TRL's SFTTrainer, with `assistant_only_loss` for messages. Text that the
+template leaves out is refused or counted (rendering.py). A token is a uint32: its id, plus the flag TRAINED if it is a
+label.
 """
 
 from __future__ import annotations

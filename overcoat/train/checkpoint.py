@@ -1,28 +1,27 @@
-"""Checkpoints: `RUN_DIR/checkpoints/step-00000500/`, each complete and checked, the same for one process and many.
+"""Checkpoints: `RUN_DIR/checkpoints/step-00000500/`, atomic and with checksums, independent of the process count.
 
     shard-*.safetensors        weights and states of the optimizer (`state.py` has their names)
     training.json              counters, position in the data, generators
-    config.json, tokenizer...  what the model is, for `overcoat eval` and `overcoat report`
+    config.json, tokenizer...  the model's configuration, for `overcoat eval` and `overcoat report`
     manifest.json              size and SHA-256 of every file
 
-PyTorch's distributed checkpoints (DCP) write and read the tensors, with their safetensors storage: each process writes
-what it holds to files of its own, whose headers say where in the whole tensor each piece begins. What is alike in all
-processes is written once. Any number of processes reads what it needs. DCP's own storage is not used: its .metadata is
-a pickle, which can run a stranger's code. Nothing here is.
+PyTorch's distributed checkpoints (DCP) write and read the tensors with their safetensors storage: each process writes
+its shards to its own files, whose headers hold the offset of each shard. Replicated tensors are written once. Any
+number of processes can read them. DCP's default storage is not used: its .metadata is a pickle, which can execute code.
 
-A checkpoint is copied into host memory, if that has room, and a thread writes the copy while training goes on
-(`Saver`). It is written atomically (see `files.py`) and only then is the oldest beyond `checkpoint.keep` removed, so at
-every moment there is one that can be resumed from.
+If host memory has room, a checkpoint is copied there, and a thread writes it while training continues (`Saver`). It is
+written atomically (`files.py`); only then the oldest beyond `checkpoint.keep` is removed, so there is always one to
+resume from.
 
-Which one a run starts from (`choose_checkpoint`), decided before anything is written:
+The checkpoint that a run starts from (`choose_checkpoint`) is chosen before anything is written:
   * a `train.run_dir` that is new, or holds nothing but tokens, or a run that ended before its first checkpoint
     (whatever its configuration): none, a fresh start;
   * a `train.run_dir` with a run of the same configuration: its newest checkpoint;
   * a run of another configuration, or files that are not ours: an error that names the difference;
   * `train.resume=PATH`: that checkpoint, whatever else differs; the way past a damaged newest one and to fine-tune on.
     Repeating that command goes back to PATH; without train.resume it continues.
-A checkpoint that does not match its manifest, or holds tensors that are not in it, is never used and never replaced
-silently: the error names the one before. What has another name than a checkpoint is left alone.
+A checkpoint that does not match its manifest is neither used nor replaced: the error names the previous one. Files with
+other names are ignored.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ ANOTHER = ": choose another checkpoint with train.resume=PATH"
 WRITTEN_LAST = ("loss.png", "kept.txt", "results.json")  # files of a finished run
 NAME = re.compile(r"step-(\d{8,})")
 WEIGHT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # converted into each other
-FILE_BYTES = 2 << 30  # of a file, about: tensors of a GPU that are not copied pass through host memory by file
+FILE_BYTES = 2 << 30  # approximate size of a file; without a copy, GPU tensors pass through host memory file by file
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of one process; in a thread no filter is safe
 
 
@@ -429,7 +428,7 @@ def choose_checkpoint(config: Config) -> Path | None:
         others = ", ".join(map(str, found)) or "none"
         require(os.path.isdir(path), f"train.resume = {str(path)!r}: no such checkpoint (in {folder}: {others})")
         if process.is_restarted() and found and _step(found[-1]) > files.verify_directory(path)["step"]:
-            return _verify(found[-1], "", "")  # what this run has written since, before torchrun started it again
+            return _verify(found[-1], "", "")  # written by this run before torchrun restarted it
         return _verify(path, f"train.resume = {str(path)!r}: ", "")
     if found or (run_dir / "export").exists():
         changed = _changes(config)

@@ -1,6 +1,6 @@
-"""Checks of a configuration: one table of what cannot work, across keys and sections, and of values that nothing reads.
+"""Check a configuration across its keys: one table of combinations that cannot work, and of keys that nothing reads.
 
-A row is (key, True if it is refused, why and what to do). The refusal begins with the key and its value.
+A row is (key, True if refused, the reason and the remedy). The error message begins with the key and its value.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from overcoat.train.config import Config, DataConfig, require
 
 Row = tuple[str, bool, str]
 
-MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
+MOST_TOKENS = 2**30  # in one optimizer step: the host holds all its rows, 8 bytes a token
 LEAST_VOCABULARY = 257  # of a byte-level BPE: 256 bytes and the end of text
 LEAST_TEMPERATURE = 1e-6  # logits over less are infinite in FP32
-# What compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for.
+# Options that compiled layers ignore, and options that CUDA graphs would get wrong.
 NOT_COMPILED = {
     "recipe.offload_blocks": "compiled layers keep everything on the GPU",
     "memory.report": "it measures, and predicts, layers that are not compiled",

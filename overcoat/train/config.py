@@ -3,9 +3,9 @@ arguments.
 
     overcoat train configs/demo.toml train.steps=50 optimizer.lr=1e-3 data.files='["a.txt", "b.txt"]'
 
-Later sources win (`configfile.py`). All is checked before a file is opened, so a typing mistake costs nothing. Each
-field is the one definition of its key: type, default, explanation and, for a number, limits. Parsing, `overcoat train
---keys` and docs/configuration.md follow from it; what several keys say together is checked in checks.py.
+Later sources win (`configfile.py`). Everything is checked before any file is opened. Each field defines its key: type,
+default, explanation and limits; parsing, `overcoat train --keys` and docs/configuration.md are derived from it.
+Combinations of keys are checked in checks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from overcoat.extras import reason
 
-# Keys that do not decide what is computed: they may differ on resuming.
+# Keys that may change on resuming: they do not affect the training itself.
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
     "train.on_oom", "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir",

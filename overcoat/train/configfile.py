@@ -1,8 +1,8 @@
-"""From TOML and dotted arguments to a `Config`, and back.
+"""Convert TOML and dotted arguments to a `Config`, and back.
 
-Every value meets the type hint of its dataclass field here: whole numbers widen to floats, one value stands for a list
-of one, nothing else is converted. An argument's text is read as a TOML value first and as bare text where that fails,
-so `train.device=cpu`, `optimizer.lr=1e-3` and `data.files='["a.txt", "b.txt"]'` all do what they look like.
+Every value must match the type hint of its dataclass field; the only conversions are int to float and one value to a
+list of one. An argument is read as a TOML value, or as plain text if it is not TOML, so `train.device=cpu`,
+`optimizer.lr=1e-3` and `data.files='["a.txt", "b.txt"]'` work without extra quotes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 DEEPEST = 32  # tables and lists within each other
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
-# What scripts of transformers and TRL call otherwise.
+# Options of transformers' Trainer and of TRL, and the keys they correspond to.
 OF_TRAINER = {
     "model_name_or_path": "model.name", "torch_dtype": "model.dtype", "lora_r": "lora.rank",
     "dataset_name": "data.dataset", "dataset_text_field": "data.text_key",

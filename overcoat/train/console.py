@@ -1,4 +1,4 @@
-"""The console of a run: what files and users say is shown, and no terminal obeys it."""
+"""The console of a run: control characters in text from files and users are escaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overcoat.extras import printable
 
 
 class PrintableConsole(Console):
-    """A rich console that escapes control characters in all text; rich's own are no text."""
+    """A rich console that escapes control characters in all text, but not rich's own."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -1,11 +1,11 @@
-"""Conversations, out of the rows of the data: `examples(config)`.
+"""Read conversations from the rows of the data: `examples(config)`.
 
     "messages"            a list of messages (messages.py), in the field `data.messages_key`
     "prompt-completion"   two texts, or two lists of messages; a text is put into `data.prompt_template`
 
 Beside messages a row may have `system` (text), `tools` and `chat_template_kwargs`, as TRL reads them, and images
-(images.py); `data.prompt_template` may name any field. A row of another shape, or with a field that belongs to the
-conversation and would be left out, is an error that names file, row and field.
+(images.py); `data.prompt_template` may name any field. Errors name the file, the
+row and the field: for rows of another shape, and for fields of a conversation that would be left out.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""From the configured data to training rows and held-out rows: tokenized once, kept, and split by content.
+"""Tokenize the configured data once, and split them by content into training rows and held-out rows.
 
 Text becomes `tokens/KEY/` in the cache directory: `tokens.bin` (uint16 where the vocabulary allows), `documents.npy`
 (start and end of each document, EOS included, and the checksum of its content), the tokenizer, and a manifest. KEY is a
-checksum of what decides the tokens in [data] and [tokenizer], so other data lie beside. It is written atomically, by
-one process while others wait for it, and only if it has rows to train on. Later runs with the same KEY use it, also
-when the source files have changed since: a resumed run reads the very same tokens.
+checksum of the options in [data] and [tokenizer] that affect the tokens. The folder is written atomically, by one
+process while others wait, and only if there are rows to train on. Later runs with the same KEY reuse it even if the
+source files have changed, so a resumed run reads the same tokens.
 
-Held out are whole documents, chosen by the checksum of their content: those with the smallest, up to `data.held_out` of
-all tokens, and a row at least. Nobody has to remember a split, equal documents fall on the same side, and the seed does
-not move it. Only a document that is large beside that share is cut. Streamed data use the checksum against a threshold.
+Whole documents are held out: those with the smallest checksums of their content, up to `data.held_out` of all tokens,
+and at least one row. So the split needs no record, equal documents fall on the same side, and the seed does not change
+it. Only a document that is large beside that share is cut. Streamed data compare the checksum with a threshold.
 
 Of conversations (data.format) tokens.bin is uint32 with the flags of chat.py, and documents.npy also has how many of
 the first tokens of each are needed for a label. Those above `data.sequence_length` are truncated or dropped when rows
@@ -69,7 +69,7 @@ TOKEN_KEYS = (
 CHAT_KEYS = (  # of conversations
     "format", "messages_key", "prompt_key", "completion_key", "prompt_template", "images", "on_lost",
 )  # fmt: skip
-# Of the tokens and how text is cut; another one is another KEY. A tokenizer trained on a stream does not depend on it.
+# Versions of the token files and of a streamed run's tokenizer; another version gives another KEY.
 LAYOUT, TOKENIZER_LAYOUT = 3, 2
 IMAGE_LAYOUT = 1  # of conversations with images; before it a transformers below 5.18 may have marked wrong tokens
 NEEDED = {
@@ -124,7 +124,7 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32 if is_chat else _token_type(tokenizer), mode="r")
     table = np.load(folder / "documents.npy")
     notes = json.loads((folder / "left_out.json").read_text(encoding="utf-8")) if is_chat else []
-    table, note = _fitting(config.data, table) if is_chat else (table, "")
+    table, note = _shorten(config.data, table) if is_chat else (table, "")
     stops = turn_ends(tokens, table[:, :2], tokenizer) if is_chat else [tokenizer.eos_token_id]
     notes += [line for line in (note, json.loads((folder / "special.json").read_text(encoding="utf-8"))) if line]
     for line in notes:
@@ -139,7 +139,7 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     return Corpus(tokenizer, end, rows, held_out, num_ids(tokenizer), identity, note, images, stops)
 
 
-def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
+def _shorten(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the rows of `table` whose conversations fit into `data.sequence_length`, each with its number appended,
     and a note on how many were truncated or dropped."""
     table, lengths, length = table.copy(), table[:, 1] - table[:, 0], data.sequence_length
@@ -179,7 +179,7 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
     try:
         changed = manifest.get("sources") != _sources(config.data)
     except (ValueError, OSError):
-        changed = False  # they are gone, and not needed any more
+        changed = False  # the sources are gone, and not needed
     if changed:
         say(f"data.files have changed since {folder} was made of them: delete it to tokenize them again")
     return folder, manifest
@@ -207,8 +207,8 @@ def write_tokens(config: Config, target: Path) -> None:
     ends = np.cumsum(lengths)
     table = np.stack([ends - lengths, ends, *columns], axis=1)
     np.save(target / "documents.npy", table)
-    kept = _fitting(config.data, table)[0] if config.data.is_chat else table
-    _split(config, kept)  # tokens that are too few would be in the way of more
+    kept = _shorten(config.data, table)[0] if config.data.is_chat else table
+    _split(config, kept)  # raises before too few tokens are stored: they would be reused after data are added
     what = "conversations" if config.data.is_chat else "documents"
     note = spelled.note(f"of {len(about):,} {what}", config.data.format == "messages")
     (target / "special.json").write_text(json.dumps(note), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Tokens in, packed batches out, with a position that fits in a checkpoint.
+"""Pack tokens into rows and batches, with a position that a checkpoint stores.
 
-Packing: the documents of an epoch, each ended by EOS, form one long stream of tokens, cut into rows of T
-tokens. A row is stored with one token more, so inputs are row[:-1] and labels row[1:]; nothing is padded.
+Packing: the documents of an epoch, each ended by EOS, form one long stream of tokens, cut into rows of T tokens without
+padding. A row is stored with one more token: inputs are row[:-1], labels row[1:].
 
     PackedRows    tokens in a file, mapped into memory. Seed and epoch alone decide the order of documents in
                   the stream and of the rows drawn from it, so the position is (epoch, rows done).
@@ -14,7 +14,7 @@ With `document_mask`, `position_ids` restart after every EOS (transformers turns
 attention mask, a converted model reads `document_starts`) and the label that would cross from one document into the
 next is IGNORED. Conversations are always kept apart so.
 
-Images are read anew for every batch, in threads, while the GPU works on the one before; their tokens are made once.
+Images are read again for every batch, in threads, while the GPU works on the previous one; their tokens are stored.
 
 Legend: B rows, T sequence length, D documents.
 """

@@ -1,8 +1,8 @@
-"""Text as tokens: how a tokenizer begins a text, how a document ends, and special tokens that a text spells out.
+"""Tokenize text: begin-of-text tokens, EOS, and special tokens that a text spells out.
 
 A document is what the tokenizer makes of a text, as in transformers and TRL: its begin-of-text tokens (Llama, Gemma;
-most others have none), the text, and EOS. Both stand there once, also where the text spells them or the tokenizer adds
-EOS by itself. A `Continuation`, a later piece of a long document, has no begin-of-text tokens.
+most others have none), the text, and EOS; each once, even if the text spells it or the tokenizer adds EOS by itself.
+A `Continuation`, a later piece of a long document, has no begin-of-text tokens.
 
 `data.special_tokens` says how special tokens spelled out in a text ("<|im_end|>") are read: as "tokens", as
 transformers and TRL do, or as plain "text". transformers keeps that in `tokenizer.split_special_tokens`, and sets the

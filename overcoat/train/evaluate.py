@@ -1,11 +1,11 @@
 """Evaluate a model in memory: perplexity on text, and the tasks of lm-evaluation-harness.
 
-Of a text every token is predicted, the first one from what the tokenizer begins a text with (else end-of-text), as in
+Every token of a text is predicted, the first one from the begin-of-text token (or end-of-text if there is none), as in
 training:
 
     token perplexity = exp(nll / tokens)        bits per byte = nll / (ln 2 * bytes of UTF-8)
 
-nll in nats, over all texts. Tokens of different tokenizers do not compare; bytes do.
+nll in nats, over all texts. Only bits per byte compare between tokenizers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overcoat.train.build import summed_loss
 from overcoat.train.data import IGNORED, Batch
 from overcoat.train.encoding import begin, edges
 
-# What the paper evaluates without further training, and its mathematics.
+# The paper's tasks without further training, and its mathematics (gsm8k).
 SETS = {"paper": ("copa", "arc_easy", "sciq", "hellaswag", "gsm8k")}
 GENERATES = "generate_until"
 SEED = 1234  # of few-shot examples: the harness' own
@@ -63,7 +63,7 @@ def perplexity(
         pieces += found
     if not pieces:
         raise ValueError("there is no text to evaluate on")
-    pieces.sort(key=lambda piece: len(piece[0]))  # little padding, and whatever does not fit fails last
+    pieces.sort(key=lambda piece: len(piece[0]))  # little padding; the longest pieces run out of memory last
     nll, num_tokens = 0.0, 0
     for start in range(0, len(pieces), rows):
         group = pieces[start : start + rows]

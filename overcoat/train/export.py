@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, written by one process or by many, whole or not at all."""
+"""Export a trained model as a Hugging Face folder, atomically, from one process or many."""
 
 from __future__ import annotations
 

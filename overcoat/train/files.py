@@ -1,9 +1,9 @@
-"""Directories that appear whole or not at all.
+"""Write directories atomically, with checksums.
 
 A checkpoint, a token cache and an export are each a directory of several files. `write_directory` fills a sibling
 directory with a temporary name, forces every file and then the directory itself to the disk, and renames it into place:
-one atomic step of the file system. Whoever is killed in between leaves a `.partial-*` directory, which nothing reads
-and the next writer of that name removes. A manifest inside records the size and SHA-256 of every file, so damage that
+one atomic step of the file system. A writer that is killed leaves a `.partial-*` directory, which is never read and
+which the next writer of that name removes. A manifest inside records the size and SHA-256 of every file, so damage that
 happens later is found when the directory is read, not when training has gone wrong. A directory has one writer at a
 time, which holds a `lock`.
 """

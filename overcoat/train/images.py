@@ -1,4 +1,4 @@
-"""Images of conversations: which ones a row names, where they stand among its texts, and their pixels.
+"""Images of conversations: find those that a row names, place them among its texts, and read their pixels.
 
 With `data.images` a row names its images where they stand: in a message's parts ({"type": "image", "image": PATH}), or
 in its field "images" (or "image"), in the order of the parts without a path, or of `<image>` in the texts (as LLaVA's

@@ -1,8 +1,8 @@
 """`overcoat train --gpus N`: torchrun's launcher in this process, one worker for each GPU (or CPU process).
 
-Workers are `python -m overcoat train` with the same words. The one that fails says why (`process.may_report`); the
-launcher ends the others, and says what a worker cannot: that it was killed. A worker that ran out of memory has left a
-leaner fit, and all are started again with it.
+Workers run `python -m overcoat train` with the same arguments. A worker that fails prints why (`process.may_report`);
+the launcher ends the others, and reports a worker that was killed by a signal. A worker that ran out of memory has
+recorded a leaner plan, and all are restarted with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overcoat.train.config import require
 from overcoat.train.out_of_memory import RESTART
 from overcoat.train.process import choose_device
 
-MOST_RESTARTS = 64  # halving the rows of a GPU ends long before
+MOST_RESTARTS = 64  # out of memory; halving the rows of a GPU takes far fewer
 SECONDS_TO_STOP = 45  # from SIGTERM on, for the checkpoint; then SIGKILL
 
 

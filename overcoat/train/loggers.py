@@ -1,7 +1,7 @@
-"""Loggers of a run's figures besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, by `train.loggers`.
+"""Loggers besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, by `train.loggers`.
 
-Each is the library's own writer, configured by its environment: WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI and so
-on. RUN_DIR/loggers.json keeps the run's id there, so a resumed run continues it. accelerate's trackers wrap the same
+Each uses its library's writer, configured by environment variables: WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, ...
+RUN_DIR/loggers.json stores the run's id, so a resumed run continues it. accelerate's trackers wrap the same
 writers, but make a PartialState (a device and a process group of its own), and MLflow's waits for its server each time.
 """
 

@@ -2,15 +2,14 @@
 
 One step with A accumulated batches, N labels in all of them and gradient g (summed over the batches):
 
-    loss = sum of -log p(label) / N                 every token counts the same, in whichever batch it is
+    loss = sum of -log p(label) / N                 every label has the same weight
     g    = g * min(1, clip / |g|)                   inside overcoat.AdamW, |g| over all parameters in FP32
-    AdamW with lr(step)                             which leaves the weights alone where |g| is not finite
+    AdamW with lr(step)                             skips the step if |g| is not finite
 
-A step that runs out of memory is taken again, with the same rows, as `train.on_oom` says (`out_of_memory.py`).
+A step that runs out of memory is repeated with the same rows (`train.on_oom`, `out_of_memory.py`).
 
-Nothing here makes the host wait for the GPU within a step: losses and norms stay on the device until the next log
-interval (`RunLog.flush`). Logits exist only in a model whose head `convert` left alone; they become FP32 once, inside
-log_softmax.
+A step never syncs with the GPU: losses and norms stay on the device until the next log interval (`RunLog.flush`).
+Logits exist only if `convert` did not convert the model's head; log_softmax makes them FP32.
 """
 
 from __future__ import annotations
@@ -100,19 +99,19 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     lr = config.optimizer.lr * multiplier(config.schedule, state.step, config.train.steps)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    # A step that did not fit is resumed with shorter or fewer rows: on others than it had drawn.
+    # New rows if the drawn ones have another shape: resumed with another sequence length or batch.
     if state.drawn is None or state.drawn.shape != (config.train.rows_per_step, config.data.sequence_length + 1):
         state.drawn = _next_rows(state, config)
     own = process.share_of(state.drawn, config.parallel.context)
-    starts = range(0, len(own), state.fit.micro_batch)
+    starts = range(0, len(own), state.plan.micro_batch)
     num_labels = count_labels(state.drawn, state.eos, config.data.document_mask)
     total = torch.zeros((), device=state.device)
     every = config.train.fp8_every
     is_sampled = bool(every) and (state.step + 1) % every == 0 and process.is_first()
     ranges = None
     for number, start in enumerate(starts):
-        # Made while the GPU works on the one before.
-        batch = state.batch(own[start : start + state.fit.micro_batch], config.data.document_mask)
+        # Built while the GPU works on the previous one.
+        batch = state.batch(own[start : start + state.plan.micro_batch], config.data.document_mask)
         if config.train.compile == "graphs":
             if number == 1:
                 keep_gradients_outside(state.model)
@@ -125,10 +124,10 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
             if is_sampled and number == 0:
                 ranges = around.enter_context(record_ranges(state.model))
             with _measured(state):
-                # The processes of a context have the same loss each.
+                # All processes of a context compute the same loss.
                 loss = summed_loss(state.model, batch.to(state.device)) / (num_labels * config.parallel.context)
             if process.count() > 1 and state.images is not None:
-                rows = state.drawn.reshape(process.count(), len(own), -1)[:, start : start + state.fit.micro_batch]
+                rows = state.drawn.reshape(process.count(), len(own), -1)[:, start : start + state.plan.micro_batch]
                 loss = _agreeing(state, rows, loss)
             loss.backward()
         total += loss.detach()
@@ -228,8 +227,8 @@ def evaluate_tasks(state: TrainState, config: Config, tasks: Tasks, tokenizer: A
 
 def _in_memory(state: TrainState, config: Config, compute: Callable[[int], T]) -> T:
     """Return `compute(rows)`, with half the rows again each time it runs out of memory."""
-    size = state.fit.micro_batch
-    # The passes of several processes go together: fewer rows in one would leave the others waiting.
+    size = state.plan.micro_batch
+    # Not with several processes: their passes are collective, and fewer rows in one would deadlock.
     while size > 1 and process.count() == 1:
         try:
             return compute(size)
@@ -252,7 +251,7 @@ def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -
         with torch.no_grad(), eager():
             for start in range(0, most, size):
                 part = own[start : start + size]
-                # Who has no rows left passes one all the same: the others need its part of the weights.
+                # A process without rows left still runs one: the others need its shard of the weights.
                 batch = state.batch(part if len(part) else rows[:1], config.data.document_mask)
                 loss = summed_loss(state.model, batch.to(state.device))
                 if len(part):
@@ -326,14 +325,14 @@ def train_steps(
         """True at the last step, and at every `every`-th."""
         return state.step == config.train.steps or bool(every and state.step % every == 0)
 
-    # What is due in a step whose checkpoint has been written is made up for on resuming.
+    # An evaluation that was due at the step of a checkpoint is made up for on resuming.
     evaluations = [("eval", config.eval.every, functools.partial(_log_loss, state, config, held_out, log))]
     if tasks is not None:
         evaluations.append(("tasks", config.eval.tasks_every, functools.partial(_log_tasks, state, tasks, log)))
     state.model.train()
     log.restart_clock()
     take_step: Any = reporting(train_step, log.say) if config.memory.report else train_step
-    fitting, first_step = OomRetry(take_step, config, state, log.tell_change), state.step
+    attempt, first_step = OomRetry(take_step, config, state, log.tell_change), state.step
     for kind, every, act in evaluations:
         if state.step and due(every) and kind not in evaluated:
             act()
@@ -343,7 +342,7 @@ def train_steps(
     with StopRequest() as stop:
         while state.step < config.train.steps:
             try:
-                log.add(fitting(state, config))
+                log.add(attempt(state, config))
             except DoesNotFitError as error:
                 if error.is_whole and state.step > first_step and process.count() == 1:
                     log.flush()

@@ -1,8 +1,6 @@
-"""`memory.report`: one real step's memory beside what was predicted: memory.txt, a table; memory.png, phase by phase;
-memory.json, both.
+"""`memory.report`: measured and predicted memory of a step: memory.txt (a table), memory.png (by phase), memory.json.
 
-Measured is the second step of the first process, the first one in which the optimizer's states are there from the
-start.
+The second step of the first process is measured: the optimizer's states exist from its beginning.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ COLORS = {"forward": "tab:green", "loss": "tab:orange", "backward": "tab:blue", 
 Step = Callable[[TrainState, Config], Any]
 
 
-# Lines of the table: what, bytes predicted, and measured; None where that cannot be known.
+# Lines of the table: name, bytes predicted, bytes measured (None if unknown).
 Figures = list[tuple[str, int, int | None]]
 
 
@@ -68,11 +66,11 @@ def _measured(train_step: Step, say: Callable[[str], None], state: TrainState, c
 def write_report(state: TrainState, config: Config, phases: list[Phase], gradients: int) -> str:
     """Write the three files and return the text to print. phases: as measured; gradients: their bytes after the
     backward."""
-    setup, is_gpu = training_setup(config, state.fit), state.device.type == "cuda"
+    setup, is_gpu = training_setup(config, state.plan), state.device.type == "cuda"
     if not is_gpu:
         setup = replace(setup, offload=False)  # the states are in the memory that is counted
     predictor = Predictor(state.model.config, loss_for_estimates(setup.document_mask))
-    work = (state.fit.micro_batch, config.data.sequence_length)
+    work = (state.plan.micro_batch, config.data.sequence_length)
     prediction = predictor.predict(*work, setup, num_shards(config.parallel))
     # Nothing of a CPU's matrix library is in the count of tensors.
     absent = 0 if is_gpu else prediction.handle_bytes

@@ -1,4 +1,4 @@
-"""Conversations as rows hold them, in the form that chat templates read.
+"""Convert conversations of rows to the form that chat templates read, and check them.
 
     messages      a list of {role, content}, or of {from, value} (ShareGPT, LLaVA); content: text, or a list of parts
     tool_calls    a list of {type, function: {name, arguments}}; `arguments` an object, or JSON text as OpenAI has it

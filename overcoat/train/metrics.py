@@ -2,18 +2,18 @@
 
 `metrics.jsonl` is only ever appended to:
 
-    {"kind": "train", "step", "loss", "lr", "gradient_norm", ...}    the norm is null where the step was skipped for it;
-                                                                     "total_tokens": of all steps so far
-    {"kind": "eval", "step", "loss", "attention_score"}              the largest log-sum-exp of attention in a held-out
-                                                                     row, where layers are converted
-    {"kind": "tasks", "step", "sciq/acc", ...}               figures of eval.tasks
+    {"kind": "train", "step", "loss", "lr", "gradient_norm", ...}    the norm is null if it was not finite, and the step
+                                                                     skipped; "total_tokens": of all steps so far
+    {"kind": "eval", "step", "loss", "attention_score"}              held-out loss; the largest log-sum-exp of attention
+                                                                     in one row, if layers are converted
+    {"kind": "tasks", "step", "sciq/acc", ...}                       figures of eval.tasks
     {"kind": "fp8", "step", "ranges": {layer: {product: {operand: [saturated, zero, limit]}}}}   (models/recording.py)
-    {"kind": "fit", "step", ...}       how many rows pass at once from that step on (`out_of_memory.py`)
-    {"kind": "resume", "step"}         first of a resumed run: `read_metrics` forgets rows after that step, but for
-                                       fits: a process logged them that died before its next checkpoint
+    {"kind": "fit", "step", "micro_batch", ...}                      the batch plan from that step on (batch_plan.py)
+    {"kind": "resume", "step"}                                       a run resumed from this step
 
-The steps are then repeated with the same numbers. A line cut off by such a death is skipped; a row of another kind is
-an error.
+`read_metrics` drops the rows after a resumed step, except of kind "fit": a process wrote them that died before its next
+checkpoint, and the resumed run repeats those steps with the same numbers. A truncated line is skipped; any other line
+that is not a row is an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from overcoat.train.loggers import Logger, open_loggers, scalars
 Row = dict[str, Any]
 METRICS = "metrics.jsonl"
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for Console.print: a line as it is
-# What is read of a row beside its step: figures, which may be missing, and what must be there.
+# Keys of rows beside the step: numbers that may be missing, counts, and the keys that each kind requires.
 FIGURES = ("loss", "lr", "gradient_norm", "attention_score")
 COUNTS = ("tokens_per_second", "peak_bytes", "total_tokens", "micro_batch")
 KINDS = {
@@ -55,7 +55,7 @@ KINDS = {
     "resume": (),
 }
 LARGEST_FIGURE = 1e100
-MOST_SKIPPED = 10  # steps in a row: one odd batch is survived, a model that is lost is not trained on
+MOST_SKIPPED = 10  # steps in a row with infinite gradients: more than an odd batch, the model has diverged
 
 
 @dataclass
@@ -84,12 +84,12 @@ class RunLog:
             console = Console(quiet=True)
         self._console, self._title, self._device, self._num_steps = console, title, device, config.train.steps
         path = run_dir / METRICS if process.is_first() else Path(os.devnull)
-        self._file = path.open("a+", encoding="ascii", errors="backslashreplace")  # damage is read past
+        self._file = path.open("a+", encoding="ascii", errors="backslashreplace")  # damaged bytes must not raise
         self._loggers = open_loggers(config, title, first_step) if process.is_first() else {}
         self._last_step = first_step
         if (size := self._file.seek(0, 2)) > 0:
             self._file.seek(size - 1)
-            if self._file.read(1) != "\n":  # cut off within a line
+            if self._file.read(1) != "\n":  # the last line is truncated
                 self._file.write("\n")
             self.write({"kind": "resume", "step": first_step})
         time_columns = (TimeElapsedColumn(), TimeRemainingColumn())
@@ -119,7 +119,7 @@ class RunLog:
         for name, logger in list(self._loggers.items()):
             try:
                 act(logger)
-            except Exception as error:  # of any kind: a server is away, and the training goes on
+            except Exception as error:  # of any kind: a server may be down, training goes on
                 del self._loggers[name]
                 self.say(f"{name} gets no more figures of this run ({reason(error)}); {METRICS} has all of them")
 
@@ -188,7 +188,7 @@ def shown_bytes(count: float) -> str:
 
 def running_mean(values: list[float], width: int) -> list[float]:
     """Return for each value the mean of the last `width` values."""
-    # Each sum anew: a difference of sums would carry one NaN or spike through all that follow.
+    # Not by differences of cumulative sums: one NaN or spike would spread to all later values.
     return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 

@@ -1,16 +1,16 @@
 """Running out of memory costs a run one step's time, not the run.
 
-    forward, backward   nothing has moved yet: gradients are dropped, the generators put back, and the same rows are
-                        taken again with the next leaner fit (`batch_plan.py`, `train.on_oom`)
-    the same, released  `optimizer.release_gradients` moves weights inside the backward. Once it has, the step cannot
-                        be taken again: LostStepError, and the run goes on from its newest checkpoint (`run.py`)
-    several processes   the others wait inside the step for the one that fails: RestartError, and all begin again from
-                        the newest checkpoint, where their launcher starts them again
-    the optimizer       needs the same whatever the batch, and may have moved some of the weights: DoesNotFitError
+    forward, backward   no weight has changed: drop the gradients, restore the generators, and take the same rows again
+                        with the next leaner plan (`batch_plan.py`, `train.on_oom`)
+    released gradients  `optimizer.release_gradients` changes weights inside the backward; after that the step cannot be
+                        repeated: LostStepError, and the run continues from its newest checkpoint (`run.py`)
+    several processes   the others wait inside the step for the failed one: RestartError, and the launcher restarts all
+                        of them from the newest checkpoint
+    the optimizer       needs the same memory for any batch, and may have changed some weights: DoesNotFitError
 
-What was changed, and at which step, is a row of kind "fit" in metrics.jsonl. Fits only get leaner, so the fit of a step
-is the leanest of the rows up to it. A resumed run changes its fit at the steps of the run before: it repeats that run's
-numbers, and does not run out of memory again on the way.
+Each change of plan is a row of kind "fit" in metrics.jsonl. Plans only get leaner, so the plan of a step is the leanest
+of the rows up to it. A resumed run follows the recorded plans: it repeats the numbers of the run before, and does not
+run out of memory again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from overcoat.train.config import Config
 from overcoat.train.metrics import METRICS, Row, read_metrics
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
-# PyTorch's allocator has an exception of its own; these come from libraries that allocate around it.
+# Messages of libraries that allocate without PyTorch's allocator, whose exception is OutOfMemoryError.
 OF_LIBRARIES = (
     "CUDA error: out of memory",
     "[CUDA]: out of memory",
@@ -102,19 +102,19 @@ class OomRetry:
         changed: Callable[[str, Row | None], None],
     ) -> None:
         self.take_step, self.changed = take_step, changed
-        self.recorded = process.share(lambda: recorded_fits(config))
-        if config.train.batch_size == "auto" and fit_at(self.recorded, state.step + 1) is None:
-            text = f"train.batch_size = auto: {state.fit}, {config.train.rows_per_step} in a step"
-            changed(text, fit_row(state.step + 1, state.fit, out_of_memory=False))
+        self.recorded = process.share(lambda: recorded_plans(config))
+        if config.train.batch_size == "auto" and plan_at(self.recorded, state.step + 1) is None:
+            text = f"train.batch_size = auto: {state.plan}, {config.train.rows_per_step} in a step"
+            changed(text, plan_row(state.step + 1, state.plan, out_of_memory=False))
 
     def __call__(self, state: TrainState, config: Config) -> Any:
         """Take one step. DoesNotFitError: no leaner plan is left. LostStepError: weights have already changed.
         RestartError: with several processes; the next attempt has the leaner plan."""
-        recorded = fit_at(self.recorded, state.step + 1)
-        if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
+        recorded = plan_at(self.recorded, state.step + 1)
+        if recorded is not None and (plan := leanest([state.plan, recorded])) != state.plan:
             free_memory(state.device, config)
-            state.change_fit(config, fit)
-            self.changed(f"step {state.step + 1}: {fit}, as recorded", None)
+            state.change_plan(config, plan)
+            self.changed(f"step {state.step + 1}: {plan}, as recorded", None)
         generators = rng_state()
         while True:
             try:
@@ -123,7 +123,7 @@ class OomRetry:
                 if not is_out_of_memory(error):
                     raise
                 reason = _first_line(error)
-            # The exception is gone here, and with its traceback the frames that held the step's tensors.
+            # Outside of the except clause: the traceback would keep the step's tensors alive.
             release = state.optimizer.release
             is_whole = release is None or not release.has_stepped
             if is_whole and process.count() == 1:
@@ -134,31 +134,33 @@ class OomRetry:
 
     def _fall_back(self, state: TrainState, config: Config, is_whole: bool, reason: str) -> None:
         step = state.step + 1
-        fit = next_leaner(config, state.fit)
-        if fit is None:
+        plan = next_leaner(config, state.plan)
+        if plan is None:
             left = "train.on_oom = 'error'" if config.train.on_oom == "error" else "nothing leaner is left to try"
-            raise DoesNotFitError(f"step {step} ran out of memory with {state.fit}, and {left} ({reason})", is_whole)
+            raise DoesNotFitError(f"step {step} ran out of memory with {state.plan}, and {left} ({reason})", is_whole)
         if process.count() > 1:
             with (Path(config.train.run_dir) / METRICS).open("a", encoding="ascii") as file:
-                file.write(json.dumps(fit_row(step, fit, out_of_memory=True)) + "\n")
-            raise RestartError(f"step {step} ran out of memory; from the newest checkpoint on with {fit} ({reason})")
+                file.write(json.dumps(plan_row(step, plan, out_of_memory=True)) + "\n")
+            raise RestartError(f"step {step} ran out of memory; from the newest checkpoint on with {plan} ({reason})")
         how = "taking it again with" if is_whole else "back to the newest checkpoint, then"
-        self.changed(f"step {step} ran out of memory; {how} {fit} ({reason})", fit_row(step, fit, out_of_memory=True))
+        self.changed(
+            f"step {step} ran out of memory; {how} {plan} ({reason})", plan_row(step, plan, out_of_memory=True)
+        )
         if not is_whole:
-            raise LostStepError(f"step {step}: some weights have moved")
-        state.change_fit(config, fit)
+            raise LostStepError(f"step {step}: some weights have changed")
+        state.change_plan(config, plan)
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def fit_row(step: int, fit: BatchPlan, out_of_memory: bool) -> Row:
+def plan_row(step: int, plan: BatchPlan, out_of_memory: bool) -> Row:
     """Return the metrics row that records a plan from `step` on."""
-    return {"kind": "fit", "step": step, **fit._asdict(), "out_of_memory": out_of_memory}
+    return {"kind": "fit", "step": step, **plan._asdict(), "out_of_memory": out_of_memory}
 
 
-def recorded_fits(config: Config) -> dict[int, BatchPlan]:
+def recorded_plans(config: Config) -> dict[int, BatchPlan]:
     """Return the recorded plans by their first step; {} if the configured one was never changed. With released
     gradients, which cannot accumulate, a plan takes all rows at once."""
     rows = read_metrics(Path(config.train.run_dir) / METRICS)["fit"]
@@ -166,7 +168,7 @@ def recorded_fits(config: Config) -> dict[int, BatchPlan]:
     return {step: BatchPlan(whole or row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
 
 
-def fit_at(fits: dict[int, BatchPlan], step: int) -> BatchPlan | None:
+def plan_at(plans: dict[int, BatchPlan], step: int) -> BatchPlan | None:
     """Return the recorded plan of a step, None if none was recorded before it."""
-    before = [fit for first, fit in fits.items() if first <= step]
+    before = [plan for first, plan in plans.items() if first <= step]
     return leanest(before) if before else None

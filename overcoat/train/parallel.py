@@ -1,18 +1,17 @@
-"""A model over several processes: FSDP2 (`torch.distributed.fsdp.fully_shard`), never whole on any device.
+"""A model over N processes: FSDP2 (`torch.distributed.fsdp.fully_shard`); no device ever holds the whole model.
 
     mesh      "full" (N,): parameters sharded over all processes. "hybrid" (nodes, N / nodes): sharded within a node,
               replicated between nodes. "none" (N, 1): replicated. Gradients are summed over all N.
-    context   `parallel.context` processes beside each other have the same rows, of which each computes a part
-    rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches
-              of `train.batch_size` rows at most
-    loss      each process divides by the labels of the whole step, so gradients are sums, not means, over processes
-    reducing  after every micro-batch; or once a step (`parallel.accumulate = "whole"`), with whole gradients on every
-    GPU
-              in `parallel.reduce_dtype`
+    context   `parallel.context` neighboring processes get the same rows; each computes a part of the sequence
+    rows      a step has `train.rows_per_step` rows for any N, split over the processes, in micro-batches of at most
+              `train.batch_size` rows
+    loss      each process divides by the labels of the whole step, so gradients are summed, not averaged
+    reducing  after every micro-batch; or once a step (`parallel.accumulate = "whole"`), with unsharded gradients on
+              every GPU, in `parallel.reduce_dtype`
 
-A model is made without memory (meta device) or in the host's, mapped from its files. Then layer after layer comes to
-the device, is filled, and cut. Random weights equal a single process': each module is drawn from the
-generator's state at that point, found by drawing everything once and keeping nothing.
+A model is built on the meta device, or mapped into host memory from its files. Then one layer after the other is moved
+to the device, initialized and sharded. Random weights equal those of a single process: a first pass draws all of them
+without storing any and records the generator's state before each module.
 """
 
 from __future__ import annotations

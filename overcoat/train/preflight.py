@@ -1,4 +1,4 @@
-"""Checks of a model that `train` makes before data are read, and `init` before it writes a configuration."""
+"""Check a model before data are read (`overcoat train`) or a configuration is written (`overcoat init`)."""
 
 from __future__ import annotations
 

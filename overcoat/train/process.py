@@ -1,9 +1,8 @@
 """One process of a run: its device, its memory, its rank, what the processes agree on, how it is told to stop.
 
 torchrun starts the processes of a run and says by the environment which one each is (RANK, WORLD_SIZE, LOCAL_RANK).
-The rest of the trainer asks this module for whatever differs between processes. With one process nothing is sent.
-Files of a run are written by the first process. A process that fails says why (`may_report`) and ends (`leave`); the
-launcher then ends the others, which cannot go on without it.
+All that differs between processes is in this module. With one process nothing is sent. The first process writes the
+files of a run. A process that fails prints why (`may_report`) and exits (`leave`); the launcher then ends the others.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from overcoat.extras import check_environment, is_worker, number_in_environment
 from overcoat.train.config import require
 
 T = TypeVar("T")
-# One process tokenizes, verifies or writes while the others wait; a process that ends is noticed at once all the same.
+# Timeout of host collectives: others wait while one process tokenizes. An exited process is noticed at once anyway.
 PATIENCE = datetime.timedelta(days=2)
 SECONDS_TO_MEET = 600.0  # until all processes have connected
 SECONDS_TO_ANSWER = 300.0  # to a signal, for a process that waits for another; then it ends without a checkpoint
@@ -37,14 +36,14 @@ SECONDS_TO_ANSWER = 300.0  # to a signal, for a process that waits for another; 
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 CPU = torch.device("cpu")
 CGROUP = Path("/sys/fs/cgroup")
-SECONDS_FOR_THE_CAUSE = 3.0  # to whoever failed first, and to the launcher that ends everybody else
+SECONDS_FOR_THE_CAUSE = 3.0  # that the first failing process and the launcher get to report
 
 
 class _Together:
     """State of a run of several processes: one group for host messages, one for the checkpoint thread, and a store;
     None in a run of one."""
 
-    # A signal has come: where others are gone too, from the launcher, which says why.
+    # True after a signal to stop; if other processes are gone, too, the launcher sent it and reports why.
     is_ended = False
     group: dist.ProcessGroup | None = None
     writing: dist.ProcessGroup | None = None

@@ -1,7 +1,7 @@
-"""BF16 matrix products on a CPU without AVX-512: PyTorch's own take 5 to 200 times as long as FP32's.
+"""BF16 matrix products on a CPU without AVX-512, where PyTorch's are 5 to 200 times slower than FP32.
 
-They are computed in FP32 and rounded once, as oneDNN does where there is AVX-512. The commands ask for it, and the
-tests; nothing that `import overcoat` runs does.
+They are computed in FP32 and rounded once, as oneDNN does with AVX-512. The commands and the tests enable it;
+`import overcoat` does not.
 """
 
 from __future__ import annotations

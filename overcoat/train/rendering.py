@@ -1,12 +1,12 @@
 """Check that a chat template shows what a conversation says.
 
 A conversation is rendered a second time with a mark in each text, name, argument and reasoning. What the result lacks,
-the template leaves out: a role that it does not know, tools, calls, a list of parts where it wants text. Marks tell
-equal texts apart, and are found however the template strips or escapes what is around them; what is around them is
-looked for, too. Content that the template takes in one form alone is given in that form (FORMS).
+the template leaves out: a role that it does not know, tools, calls, a list of parts where it wants text. Marks
+distinguish equal texts, and survive a template that strips or escapes the text around them; that text is searched for,
+too. If a template accepts content in one form only, the conversation is converted to it (FORMS).
 
-`data.on_lost` says what becomes of a loss: the row is refused, or counted and said once. Reasoning of earlier turns,
-which templates drop by design (Qwen 3), is counted in both cases.
+`data.on_lost` decides what happens to a loss: the row is refused, or counted and reported once. Reasoning of earlier
+turns, which templates drop by design (Qwen 3), is always counted only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of JSON lines, JSON and parquet files, and what their fields hold.
 
-A row is what the file says: JSON is read by json row by row, and a row of Arrow's types becomes what JSON lines would
-hold (`as_json`). An error names the file, the row and the field.
+JSON is parsed row by row, without changing types; rows of parquet are converted to what JSON lines would hold
+(`as_json`). Errors name the file, the row and the field.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole run: from a configuration to a trained, exported model and its figures; twice where a comparison is wanted.
+"""A whole run, from a configuration to a trained, exported model and its figures; [compare] adds a second run.
 
 RUN_DIR/config.toml      the resolved configuration
         data/            tokens and tokenizer
@@ -6,7 +6,7 @@ RUN_DIR/config.toml      the resolved configuration
         metrics.jsonl    one row per step; tensorboard/ has the same numbers
         export/          the model as a Hugging Face folder
         loss.png, kept.txt, results.json; memory.txt, memory.png and memory.json with memory.report=true
-        twin/            the same of the run that [compare] asks for, on the same tokens
+        twin/            the same files of the [compare] run, on the same tokens
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
 from overcoat.optim.sharding import local
 from overcoat.train import checkpoint, process
-from overcoat.train.batch_plan import BatchPlan, first_fit, memory_to_plan_with, recipe_of
+from overcoat.train.batch_plan import BatchPlan, first_plan, memory_to_plan_with, recipe_of
 from overcoat.train.build import (
     base_model,
     build_model,
@@ -49,7 +49,7 @@ from overcoat.train.files import lock, sweep
 from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics
-from overcoat.train.out_of_memory import LostStepError, RestartError, fatal_oom, free_memory, recorded_fits
+from overcoat.train.out_of_memory import LostStepError, RestartError, fatal_oom, free_memory, recorded_plans
 from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.preflight import check_named_model
 from overcoat.train.process import choose_device
@@ -177,9 +177,9 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     tasks = load_tasks(config, corpus)
     with fatal_oom("the model"):
         is_auto = config.train.batch_size == "auto"
-        recorded = process.share(lambda: recorded_fits(config)) if is_auto else {}  # chosen once
-        fit = recorded[min(recorded)] if recorded else first_fit(config, device, corpus.tokenizer)
-        state, report = make_state(config, corpus, device, fit)
+        recorded = process.share(lambda: recorded_plans(config)) if is_auto else {}  # chosen once
+        plan = recorded[min(recorded)] if recorded else first_plan(config, device, corpus.tokenizer)
+        state, report = make_state(config, corpus, device, plan)
     say(str(report))
     if isinstance(corpus.rows, PackedRows):
         count, length, steps = corpus.rows.num_rows, config.data.sequence_length, config.train.steps
@@ -255,10 +255,10 @@ def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
 
 
 def make_state(
-    config: Config, corpus: Corpus, device: torch.device, fit: BatchPlan
+    config: Config, corpus: Corpus, device: torch.device, plan: BatchPlan
 ) -> tuple[TrainState, overcoat.Report]:
     """Return model, optimizer and data at step 0, and the report of `convert`."""
-    recipe = recipe_of(config, fit)
+    recipe = recipe_of(config, plan)
     if process.count() > 1:
         model, report = build_sharded(config, corpus.tokenizer, device, recipe)
     else:
@@ -274,7 +274,7 @@ def make_state(
         compile_layers(model, graphs=config.train.compile == "graphs")
     held_out = zlib.crc32(corpus.held_out.tobytes())
     data = (corpus.rows, corpus.identity, corpus.eos)
-    return TrainState(model, optimizer, *data, device, fit, corpus.images, held_out), report
+    return TrainState(model, optimizer, *data, device, plan, corpus.images, held_out), report
 
 
 def _result(config: Config, title: str, state: TrainState, sample: str, note: str) -> RunResult:

@@ -1,7 +1,7 @@
-"""Sources of text: files, Python's own source, JSONL, parquet, or a `datasets` name, all seen as documents.
+"""Read documents from files, Python's own source, JSONL, parquet, or a dataset of `datasets`.
 
-`documents(config)` yields them sorted by the checksum of the file's name, so that any prefix is a fair sample;
-`rows(config)` the rows themselves, for conversations.
+`documents(config)` yields texts, with files sorted by the checksum of their name, so that any prefix is a fair sample;
+`rows(config)` yields rows, for conversations.
 
     "stdlib"          the .py files of the running Python, without tests and tables (STDLIB_SKIPPED)
     "site-packages"   the .py files of everything installed beside it

@@ -1,8 +1,8 @@
-"""Everything that changes while training, in one object, and what a checkpoint holds of it: tensors and a record.
+"""All state that changes during training, and its form in a checkpoint: tensors and a record.
 
-    tensors   model/NAME              parameters and buffers, tied ones under their first name; of adapters these alone
+    tensors   model/NAME              parameters and buffers, tied ones under their first name; with LoRA only adapters
               optimizer/NUMBER/FIELD  states of the optimizer, by the number of the parameter
-              rows/FIELD, drawn       rows that were read and not trained on
+              rows/FIELD, drawn       rows that were read but not yet trained on
     record    counters, position in the data, generators, options of the optimizer: plain JSON
 
 The learning-rate schedule is a function of the step and needs no state of its own. `rng_state` covers every
@@ -29,7 +29,7 @@ from overcoat.train.config import Config, require
 from overcoat.train.configfile import LARGEST
 from overcoat.train.data import Batch, Images, RowSource, make_batch
 
-# What load_state_dict takes from the checkpoint although the configuration says it, and may say it anew.
+# Options that the configuration may change on resuming; load_state_dict would restore the old values.
 RECONFIGURABLE = ("betas", "eps", "weight_decay")
 
 
@@ -41,7 +41,7 @@ class TrainState:
     data_identity: str
     eos: int | None
     device: torch.device
-    fit: BatchPlan
+    plan: BatchPlan
     images: Images | None = None
     held_out: int = 0  # checksum of the rows to evaluate on
     step: int = 0
@@ -56,10 +56,10 @@ class TrainState:
         batch = make_batch(rows_BT, self.eos, document_mask)
         return batch if self.images is None else self.images.add_to(batch, rows_BT, base_model(self.model))
 
-    def change_fit(self, config: Config, fit: BatchPlan) -> None:
+    def change_plan(self, config: Config, plan: BatchPlan) -> None:
         """Continue with another plan; the next forward pass is measured again."""
-        overcoat.convert(self.model, recipe_of(config, fit))
-        self.fit, self.kept_bytes, self.kept_table = fit, 0, ""
+        overcoat.convert(self.model, recipe_of(config, plan))
+        self.plan, self.kept_bytes, self.kept_table = plan, 0, ""
 
     def trained(self) -> list[str]:
         """Return the names of the trained parameters; the optimizer knows them by number only."""

@@ -1,8 +1,8 @@
-"""Stop tokens of a trained model: the tokens that end what it was trained to say.
+"""Stop tokens of a trained model.
 
-Of text it is EOS. Of conversations the tokens are found among those trained on, as the template rendered them: the last
-one of each conversation, white space aside. A base model's own EOS is another token than the one that ends a turn, so
-`generation_config.eos_token_id` holds both, and an exported tokenizer's EOS is the turn's end.
+For text it is EOS. For conversations it is the last trained token of each, white space aside, as the chat template
+rendered it. A base model's EOS differs from the token that ends a turn, so `generation_config.eos_token_id` gets both,
+and an exported tokenizer's EOS is the token that ends a turn.
 """
 
 from __future__ import annotations

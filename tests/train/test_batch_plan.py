@@ -20,7 +20,7 @@ from overcoat.train import process
 from overcoat.train.batch_plan import (
     SAFETY,
     BatchPlan,
-    choose_fit,
+    choose_plan,
     divisors,
     memory_to_plan_with,
     model_config,
@@ -39,14 +39,14 @@ AUTO = ("train.batch_size=auto", "train.global_batch_size=12", "model.config.voc
 LLAMA = {"model": {"config": {"model_type": "llama", "hidden_size": 256}}, "data": {"files": ["a.txt"]}}
 
 
-def needed(config: Config, fit: BatchPlan) -> int:
+def needed(config: Config, plan: BatchPlan) -> int:
     predictor = Predictor(model_config(config), loss_for_estimates(config.data.document_mask))
-    return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit)).total_bytes
+    return predictor.predict(plan.micro_batch, config.data.sequence_length, training_setup(config, plan)).total_bytes
 
 
-def memory_for(config: Config, fit: BatchPlan) -> int:
+def memory_for(config: Config, plan: BatchPlan) -> int:
     """The least memory in which `fit` is safe."""
-    return int(needed(config, fit) / (1 - SAFETY)) + 1
+    return int(needed(config, plan) / (1 - SAFETY)) + 1
 
 
 # ---- chosen ---------------------------------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ def test_the_largest_divisor_that_fits_is_chosen(make_config: MakeConfig) -> Non
     model = model_config(config)
     for rows in (12, 4, 1):
         memory = memory_for(config, BatchPlan(rows))
-        assert choose_fit(config, model, memory) == BatchPlan(rows)
-        assert choose_fit(config, model, memory - 2) != BatchPlan(rows)
+        assert choose_plan(config, model, memory) == BatchPlan(rows)
+        assert choose_plan(config, model, memory - 2) != BatchPlan(rows)
 
 
 @pytest.mark.parametrize(("shard", "shards"), [("full", 4), ("hybrid", 2), ("none", 1)])
@@ -74,11 +74,11 @@ def test_what_fits_is_that_of_the_parts_of_each_process(
     memory = int(needed / (1 - SAFETY)) + 1
     cluster = Cluster(4, 2 if shard == "hybrid" else 1, shard == "hybrid")
     if shard != "none":
-        assert choose_fit(config, model, memory, cluster) == BatchPlan(1)
-        assert choose_fit(config, model, memory - 2, cluster) != BatchPlan(1)
+        assert choose_plan(config, model, memory, cluster) == BatchPlan(1)
+        assert choose_plan(config, model, memory - 2, cluster) != BatchPlan(1)
     monkeypatch.setattr(process, "count", lambda: 4)
-    assert choose_fit(config, model, memory) == BatchPlan(1)
-    assert choose_fit(config, model, memory - 2) != BatchPlan(1)
+    assert choose_plan(config, model, memory) == BatchPlan(1)
+    assert choose_plan(config, model, memory - 2) != BatchPlan(1)
 
 
 def test_block_checkpoints_come_last_and_only_if_they_may(make_config: MakeConfig) -> None:
@@ -89,15 +89,15 @@ def test_block_checkpoints_come_last_and_only_if_they_may(make_config: MakeConfi
         if needed(config, BatchPlan(rows, True)) < needed(config, BatchPlan(1))
     )
     memory = memory_for(config, leaner)
-    assert choose_fit(config, model_config(config), memory) == leaner
+    assert choose_plan(config, model_config(config), memory) == leaner
     refusing = make_config(*AUTO, "data.sequence_length=256", "train.on_oom=error")
-    assert choose_fit(refusing, model_config(config), min(memory, needed(config, BatchPlan(1)) - 1)) is None
+    assert choose_plan(refusing, model_config(config), min(memory, needed(config, BatchPlan(1)) - 1)) is None
 
 
 def test_the_leanest_may_use_what_is_kept_free_for_safety(make_config: MakeConfig) -> None:
     config = make_config(*AUTO)
     least = needed(config, BatchPlan(1, True))
-    assert choose_fit(config, model_config(config), least) == BatchPlan(1, True)
+    assert choose_plan(config, model_config(config), least) == BatchPlan(1, True)
     asked = training(config, least - 1)
     assert (asked.batch, asked.setup.accumulation) == (1, 12)
     assert asked.note.endswith("1 row in a forward pass, 12 in a step, which does not fit either")
@@ -169,9 +169,9 @@ def test_a_run_is_that_of_the_batch_it_chose_also_when_resumed_with_other_memory
 def test_what_is_tried(make_config: MakeConfig, words: str, expected: list[tuple[int, bool]]) -> None:
     accumulation = 1 if "release" in words else 2
     config = make_config("train.batch_size=6", f"train.accumulation={accumulation}", *words.split())
-    fit, found = BatchPlan(6), []
-    while (leaner := next_leaner(config, fit)) is not None:
-        found.append(tuple(fit := leaner))
+    plan, found = BatchPlan(6), []
+    while (leaner := next_leaner(config, plan)) is not None:
+        found.append(tuple(plan := leaner))
     assert found == expected
 
 

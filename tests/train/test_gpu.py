@@ -62,9 +62,9 @@ def whole_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def predicted(config: Config, fit: BatchPlan) -> Prediction:
+def predicted(config: Config, plan: BatchPlan) -> Prediction:
     predictor = Predictor(model_config(config), loss_for_estimates(config.data.document_mask))
-    return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit))
+    return predictor.predict(plan.micro_batch, config.data.sequence_length, training_setup(config, plan))
 
 
 def leave(size: float) -> None:
@@ -91,18 +91,18 @@ def test_a_step_that_does_not_fit_is_taken_with_less(way: str, tmp_path: Path, w
     """Room for all rows with block checkpoints and for half of them without, but not for all without."""
     config = demo(tmp_path, *WIDE.split(), f"train.batch_size={MANY}", f"train.on_oom={way}")
     too_much = predicted(config, BatchPlan(MANY)).peak_bytes
-    enough = [predicted(config, fit) for fit in (BatchPlan(MANY, True), BatchPlan(MANY // 2))]
+    enough = [predicted(config, plan) for plan in (BatchPlan(MANY, True), BatchPlan(MANY // 2))]
     least = max(prediction.peak_bytes + prediction.slack_bytes for prediction in enough)
     assert least < 0.85 * too_much
     leave((least + too_much) / 2)
-    fits, text = finished(config)
+    plans, text = finished(config)
     assert "ran out of memory; taking it again with" in text
-    assert all(row["out_of_memory"] for row in fits)
+    assert all(row["out_of_memory"] for row in plans)
     if way == "leaner_recipe":
-        assert (fits[-1]["micro_batch"], fits[-1]["block_checkpoints"]) == (MANY, True)
+        assert (plans[-1]["micro_batch"], plans[-1]["block_checkpoints"]) == (MANY, True)
     else:
-        assert fits[-1]["micro_batch"] < MANY
-        assert not fits[-1]["block_checkpoints"]
+        assert plans[-1]["micro_batch"] < MANY
+        assert not plans[-1]["block_checkpoints"]
 
 
 @pytest.mark.gpu
@@ -110,11 +110,11 @@ def test_an_automatic_batch_fits_at_once(tmp_path: Path, whole_gpu: None) -> Non
     """In memory that would not take all rows: fewer are chosen, and the choice lasts."""
     config = demo(tmp_path, *WIDE.split(), "train.batch_size=auto", f"train.global_batch_size={MANY}")
     leave(0.8 * predicted(config, BatchPlan(MANY)).peak_bytes)
-    fits, text = finished(config)
-    assert f"train.batch_size = auto: {fits[0]['micro_batch']} rows in a forward pass, {MANY} in a step" in text
-    assert len(fits) == 1
-    assert not fits[0]["out_of_memory"]
-    assert 1 < fits[0]["micro_batch"] < MANY
+    plans, text = finished(config)
+    assert f"train.batch_size = auto: {plans[0]['micro_batch']} rows in a forward pass, {MANY} in a step" in text
+    assert len(plans) == 1
+    assert not plans[0]["out_of_memory"]
+    assert 1 < plans[0]["micro_batch"] < MANY
 
 
 @pytest.mark.gpu
@@ -125,5 +125,5 @@ def test_released_gradients_survive_with_block_checkpoints(tmp_path: Path, whole
     least = lean.peak_bytes + lean.slack_bytes
     assert least < 0.85 * too_much
     leave((least + too_much) / 2)
-    fits, _ = finished(config)
-    assert [(row["micro_batch"], row["block_checkpoints"]) for row in fits] == [(MANY, True)]
+    plans, _ = finished(config)
+    assert [(row["micro_batch"], row["block_checkpoints"]) for row in plans] == [(MANY, True)]

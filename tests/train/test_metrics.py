@@ -85,11 +85,11 @@ def test_a_row_of_another_kind_is_refused_with_its_place(path: Path, line: str) 
 
 
 def test_resuming_forgets_later_rows_but_not_fits(path: Path) -> None:
-    fit = {"kind": "fit", "step": 3, "micro_batch": 1, "block_checkpoints": False}
-    rows = [*map(row, (1, 2, 3, 4)), {"kind": "eval", "step": 3, "loss": 5.0}, fit]
+    plan = {"kind": "fit", "step": 3, "micro_batch": 1, "block_checkpoints": False}
+    rows = [*map(row, (1, 2, 3, 4)), {"kind": "eval", "step": 3, "loss": 5.0}, plan]
     found = read(path, *rows, {"kind": "resume", "step": 2})
     assert list(found["train"]) == [1, 2]  # the step of the checkpoint itself has been taken
-    assert (found["eval"], found["fit"]) == ({}, {3: fit})
+    assert (found["eval"], found["fit"]) == ({}, {3: plan})
     again = read(path, *rows, {"kind": "resume", "step": 3}, {"kind": "resume", "step": 0})
     assert again["train"] == {}  # back to the beginning
 

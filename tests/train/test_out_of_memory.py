@@ -61,8 +61,8 @@ class Scarcity:
         now: dict[str, Any] = {}
 
         def begin(state: TrainState) -> None:
-            self.tried.append((state.step + 1, state.fit))
-            now.update(place=-1, fails=state.step + 1 == self.step and self.too_much(state.fit))
+            self.tried.append((state.step + 1, state.plan))
+            now.update(place=-1, fails=state.step + 1 == self.step and self.too_much(state.plan))
 
         def loss(model: Any, batch: Any) -> torch.Tensor:
             now["place"] += model.training
@@ -111,13 +111,13 @@ WAYS = {
 def test_a_step_is_taken_again_as_if_it_had_been_configured_so(
     train: Train, console: Console, tmp_path: Path, way: str, where: str
 ) -> None:
-    fit, changes = WAYS[way]
+    plan, changes = WAYS[way]
     words = (*FOUR_ROWS, "data.document_mask=true")  # then micro-batches differ in their labels
     scarcity, run_dir = Scarcity(3, lambda tried: tried == BatchPlan(4), where), tmp_path / "run"
     result = train(*words, f"train.on_oom={way}", scarce=(scarcity,))
     assert [step for step, _ in scarcity.tried] == [1, 2, 3, 3, 4]
-    assert scarcity.tried[-1][1] == BatchPlan(*fit)
-    assert fits_of(run_dir) == {3: fit}
+    assert scarcity.tried[-1][1] == BatchPlan(*plan)
+    assert fits_of(run_dir) == {3: plan}
     assert text_of(console).count("step 3 ran out of memory; taking it again with") == 1
     start = run_dir / "checkpoints/step-00000002"
     other = train(*words, *changes, to="other", start=str(start))
@@ -131,7 +131,7 @@ def test_a_step_is_taken_again_as_if_it_had_been_configured_so(
 
 
 def test_gradients_of_finished_micro_batches_are_dropped(train: Train, tmp_path: Path) -> None:
-    scarcity = Scarcity(3, lambda fit: fit.micro_batch > 1, "embedding", place=1)
+    scarcity = Scarcity(3, lambda plan: plan.micro_batch > 1, "embedding", place=1)
     train(*FOUR_ROWS, "train.batch_size=2", "train.accumulation=2", scarce=(scarcity,))
     start = tmp_path / "run/checkpoints/step-00000002"
     train(*FOUR_ROWS, "train.batch_size=1", "train.accumulation=4", to="other", start=str(start))
@@ -152,7 +152,7 @@ def test_a_run_killed_after_a_fallback_repeats_it_at_its_step_and_not_before(
             raise DeadError
 
     def scarce() -> tuple[Scarcity, Scarcity]:
-        return Scarcity(3, lambda fit: not fit.block_checkpoints), Scarcity(1, lambda fit: fit.micro_batch > 1)
+        return Scarcity(3, lambda plan: not plan.block_checkpoints), Scarcity(1, lambda plan: plan.micro_batch > 1)
 
     train(*words, to="whole", scarce=scarce())
     with monkeypatch.context() as patch:
@@ -223,7 +223,7 @@ def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved
     """Also before the first checkpoint. Either way the run is the one that has block checkpoints from that step on."""
     each_alone = functools.partial(overcoat.release_gradients, batch_bytes=1)
     monkeypatch.setattr(overcoat, "release_gradients", each_alone)
-    scarcity, run_dir = Scarcity(step, lambda fit: not fit.block_checkpoints, where), tmp_path / "run"
+    scarcity, run_dir = Scarcity(step, lambda plan: not plan.block_checkpoints, where), tmp_path / "run"
     train(*RELEASED, scarce=(scarcity,))
     before = [(number, BatchPlan(4)) for number in range(1, step + 1)]
     again = [(n, BatchPlan(4)) for n in range((step - 1) // 2 * 2 + 1, step)] if has_moved else []
@@ -240,12 +240,12 @@ def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved
 
 def test_released_gradients_take_all_rows_where_a_run_had_taken_fewer(train: Train, tmp_path: Path) -> None:
     """They cannot accumulate; block checkpoints they take over."""
-    too_much = lambda fit: fit.micro_batch > 2 or not fit.block_checkpoints  # noqa: E731
+    too_much = lambda plan: plan.micro_batch > 2 or not plan.block_checkpoints  # noqa: E731
     train(*FOUR_ROWS, scarce=(Scarcity(3, too_much),))
     assert fits_of(tmp_path / "run")[3] != (4, False)
     last = Scarcity(0, lambda _: False)
     train(*RELEASED, "train.steps=5", scarce=(last,), start=str(tmp_path / "run/checkpoints/step-00000002"))
-    assert [(step, fit.micro_batch) for step, fit in last.tried] == [(3, 4), (4, 4), (5, 4)]
+    assert [(step, plan.micro_batch) for step, plan in last.tried] == [(3, 4), (4, 4), (5, 4)]
     assert last.tried[-1][1].block_checkpoints
 
 
@@ -280,7 +280,7 @@ def test_an_evaluation_that_does_not_fit_takes_fewer_rows(
     monkeypatch.setattr(loop, "summed_loss", loss)
     assert loop.evaluate(state, config, rows) == pytest.approx(expected, rel=1e-3)  # BF16 products of other shapes
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1]
-    assert (state.model.training, state.fit) == (True, BatchPlan(4))
+    assert (state.model.training, state.plan) == (True, BatchPlan(4))
     monkeypatch.setattr(loop, "summed_loss", run_out_of_memory)
     with pytest.raises(DoesNotFitError, match="an evaluation ran out of memory, whatever the batch"):
         loop.evaluate(state, config, rows)
@@ -301,12 +301,12 @@ def test_generators_are_put_back_and_nothing_of_the_failed_step_is_alive(config:
         return "taken" if len(drawn) == 3 else run_out_of_memory()
 
     lines: list[tuple[str, Any]] = []
-    fitting = OomRetry(take_step, config, state, lambda text, row: lines.append((text, row)))
-    assert fitting(state, config) == "taken"
+    attempt = OomRetry(take_step, config, state, lambda text, row: lines.append((text, row)))
+    assert attempt(state, config) == "taken"
     assert drawn[0] == drawn[1] == drawn[2]
     assert [row["micro_batch"] for _, row in lines] == [2, 1]
     assert "CUDA out of memory. Tried to allocate 1.00 GiB.)" in lines[0][0]  # the first line of the reason
-    assert state.fit == BatchPlan(1)
+    assert state.plan == BatchPlan(1)
 
 
 @pytest.mark.parametrize(

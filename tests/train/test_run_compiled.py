@@ -37,7 +37,7 @@ def _forget_after() -> Iterator[None]:
 
 def out_of_memory_at(patch: pytest.MonkeyPatch, step: int, rows: int) -> None:
     """Before a step takes so many rows at once."""
-    before_steps(patch, lambda state: (state.step + 1, state.fit.micro_batch) == (step, rows) and run_out_of_memory())
+    before_steps(patch, lambda state: (state.step + 1, state.plan.micro_batch) == (step, rows) and run_out_of_memory())
 
 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_released_graphs_out_of_memory_go_on_as_eager_ones(
     """In the fifth step, before a weight has moved, and once weights have: then from the checkpoint of the third."""
     each_alone = functools.partial(overcoat.release_gradients, batch_bytes=1)
     monkeypatch.setattr(overcoat, "release_gradients", each_alone)
-    scarcity = Scarcity(5, lambda fit: not fit.block_checkpoints, where).install(monkeypatch)
+    scarcity = Scarcity(5, lambda plan: not plan.block_checkpoints, where).install(monkeypatch)
     found, words = [], (*RELEASED, "train.steps=9")
     for mode in ("none", "graphs"):
         counts.clear()
