@@ -30,6 +30,13 @@ from overcoat.train.process import choose_device, gather, is_first, memory_of, s
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
+# Files of folders that are no models, and what their user should name instead.
+NOT_MODELS = {
+    "adapter_config.json": "holds adapters without their model: merge them into it first (the training command again "
+    "with lora.merge=true, or save the result of peft's merge_and_unload()), and name that folder",
+    "config.toml": "is the folder of a run: name its export/",
+    RECORD: "is a checkpoint: name its run's export/, or continue it with train.resume",
+}
 
 
 def check_config(config: Config) -> None:
@@ -45,7 +52,8 @@ def check_config(config: Config) -> None:
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     if config.model.name:
         check_is_model(config.model.name)
-        load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
+        kind = load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
+        check_not_quantized(kind, config.model.name)
     else:
         check_builds(config.model, device, make_recipe(config.recipe))
 
@@ -62,13 +70,6 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     settings = model_settings(config.model)
     if config.model.name:
         model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
-        if getattr(model, "is_quantized", False):
-            method = model.hf_quantizer.quantization_config.quant_method
-            method = getattr(method, "value", method)  # of an enum
-            raise ValueError(
-                f"model.name = {config.model.name!r} has quantized weights ({method}), which are not trained, nor "
-                "adapters on them: name the checkpoint that it was made from"
-            )
         freeze(model, config.model.freeze)
         if not config.lora.rank:
             is_trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -81,16 +82,23 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
         return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
 
 
-def check_is_model(name: str) -> None:
-    """Refuse a folder that holds adapters, or a run, instead of a model."""
+def check_is_model(name: str, what: str = "model.name =") -> None:
+    """Refuse a folder of adapters, a run or a checkpoint instead of a model. what: the option, for the message."""
     folder = Path(name)
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"model.name = {name!r} holds adapters without their model: merge them into it first (the training command "
-            "again with lora.merge=true, or the result of peft's merge_and_unload() saved), and name that folder"
-        )
-    if (folder / "config.toml").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(f"model.name = {name!r} is the folder of a run: name its model, {str(folder / 'export')!r}")
+    for file, why in NOT_MODELS.items():
+        is_model = file == "config.toml" and (folder / "config.json").is_file()  # with a file of the user's
+        require(is_model or not (folder / file).is_file(), f"{what} {name!r} {why}")
+
+
+def check_not_quantized(kind: Any, name: str) -> None:
+    """Refuse a transformers configuration of quantized weights: neither they nor adapters on them are trained."""
+    found = getattr(kind, "quantization_config", None) or {}
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", found)
+    require(
+        not found,
+        f"model.name = {name!r} has quantized weights ({getattr(method, 'value', method)!s:.40}), which are not "
+        "trained, nor adapters on them: name the checkpoint that it was made from",
+    )
 
 
 @torch.no_grad()
@@ -170,10 +178,9 @@ def load_model(
 ) -> Any:
     """Return the causal model of a checkpoint folder or name on `device`. Tensors are mapped, converted and moved one
     by one. ValueError: weights are missing or have another shape."""
+    check_is_model(name, what)
     options = {"device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
     auto = auto_class(type(load_pretrained("AutoConfig", what, name, trust_remote_code)))
-    is_checkpoint = (Path(name) / RECORD).is_file()
-    require(not is_checkpoint, f"{what} {name!r} is a checkpoint: give its run's export/, or go on with train.resume")
     model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **options)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
@@ -263,9 +270,8 @@ def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Reci
         values["vocab_size"] = max([2, *ids]) + 1
     key = _own_name(model_type, "num_hidden_layers")
     depth, known = values.get(key), memory_of(device)
-    if isinstance(depth, int):
-        require(depth >= 1, f"model.config.{key} = {depth}: a model has at least one layer")
-        require(depth <= MOST_LAYERS, f"model.config.{key} = {depth}: at most {MOST_LAYERS} layers can be trained")
+    is_possible = not isinstance(depth, int) or 1 <= depth <= MOST_LAYERS
+    require(is_possible, f"model.config.{key} = {depth}: from 1 to {MOST_LAYERS} layers can be trained")
     # Of any kind: from a check of transformers, or from PyTorch when layers are made.
     failing = error_context(f"[model.config] and model.attention make no {model_type} model: ", Exception)
     with failing, torch.device("meta"):

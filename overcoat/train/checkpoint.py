@@ -56,10 +56,9 @@ from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.export import write_settings
 from overcoat.train.files import RECORD, DamagedError, loading, writing
 from overcoat.train.metrics import METRICS
-from overcoat.train.state import TrainState, check_counts, check_value, named_tensors
+from overcoat.train.state import TrainState, named_tensors
 
 ANOTHER = ": choose another checkpoint with train.resume=PATH"
-WRITTEN_LAST = ("loss.png", "kept.txt", "results.json")  # files of a finished run
 NAME = re.compile(r"step-(\d{8,})")
 WEIGHT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # converted into each other
 FILE_BYTES = 2 << 30  # approximate size of a file; without a copy, GPU tensors pass through host memory file by file
@@ -235,11 +234,6 @@ def load_checkpoint(path: Path, state: TrainState) -> int:
     states = _states(path, stored, state, record["with_state"])
     rest = _empty(stored, "rows/") | _empty(stored, "drawn")
     _read(path, weights | states | rest)
-    names = [name for name, *_ in state.params()]
-    for key, value in states.items():
-        _, number, field = key.split("/")
-        with error_context(f"{path}: {field!r} of {names[int(number)]} ", after=ANOTHER):
-            check_value(field, value, record["step"])
     with loading(path):
         state.load(record, states | rest)
     return int(record["held_out"])
@@ -249,7 +243,6 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """Return the contents of training.json."""
     with loading(checkpoint / RECORD):
         record: dict[str, Any] = json.loads((checkpoint / RECORD).read_text())
-        check_counts(record)
         if missing := {"data_identity", "held_out", "trained", "with_state"} - record.keys():
             raise KeyError(*missing)
     return record
@@ -418,8 +411,6 @@ def choose_checkpoint(config: Config) -> Path | None:
     with error_context(f"train.run_dir = {str(run_dir)[:80]!r} ...: ", OSError, ": choose another"):
         nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     require(nearest.is_dir(), f"train.run_dir = '{run_dir}': '{nearest}' is a file: choose another")
-    for name in WRITTEN_LAST:  # found at the end, it would cost the run
-        require(not (run_dir / name).is_dir(), f"{run_dir / name} is a folder: move it away, the run writes that file")
     if not _recorded(config).exists() and _holds_other_files(run_dir.resolve(), cache_dir(config).resolve()):
         raise ValueError(f"{run_dir} holds files but no run of overcoat: choose another train.run_dir")
     found = list_checkpoints(folder)

@@ -14,7 +14,6 @@ Row = tuple[str, bool, str]
 
 MOST_TOKENS = 2**30  # in one optimizer step: the host holds all its rows, 8 bytes a token
 LEAST_VOCABULARY = 257  # of a byte-level BPE: 256 bytes and the end of text
-LEAST_TEMPERATURE = 1e-6  # logits over less are infinite in FP32
 # Options that compiled layers ignore, and options that CUDA graphs would get wrong.
 NOT_COMPILED = {
     "recipe.offload_blocks": "compiled layers keep everything on the GPU",
@@ -41,7 +40,7 @@ def check(config: Config, is_recorded: bool = False) -> None:
 def _single(config: Config) -> list[Row]:
     """Return the checks of single keys beyond type and limits."""
     optimizer, moments = config.optimizer, config.optimizer.moments
-    size, temperature, binaries = config.tokenizer.vocab_size, config.sample.temperature, _binaries(config.data)
+    size, binaries = config.tokenizer.vocab_size, [name for name in config.data.files if name.endswith(".bin")]
     return [
         ("optimizer.betas", len(optimizer.betas) != 2, "two numbers, one for each moment"),
         (
@@ -60,13 +59,7 @@ def _single(config: Config) -> list[Row]:
             "{prompt}" not in config.data.prompt_template,
             "must hold {prompt}, where the prompt goes",
         ),
-        ("eval.tasks", not all(map(str.strip, config.eval.tasks)), "a name is blank; drop it"),
-        ("sample.temperature", 0 < temperature < LEAST_TEMPERATURE, f"0 (greedy), or at least {LEAST_TEMPERATURE:g}"),
     ]
-
-
-def _binaries(data: DataConfig) -> list[str]:
-    return [name for name in data.files if name.endswith(".bin")]
 
 
 def _combined(config: Config) -> list[Row]:

@@ -29,7 +29,6 @@ else:
 
 
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
-DEEPEST = 32  # tables and lists within each other
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
 # Options of transformers' Trainer and of TRL, and the keys they correspond to.
 OF_TRAINER = {
@@ -69,27 +68,12 @@ def load_config(path: str | Path, arguments: list[str] | None = None, is_recorde
 
 def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool = False) -> Config:
     """Return a checked `Config` from nested `values` and dotted `arguments`, which win."""
-    _check_depth(values)
     values = copy.deepcopy(values)
     for argument in arguments:
         _apply_argument(values, argument)
-    _check_depth(values)
     config: Config = _build(Config, values, "")
     check(config, is_recorded)
     return config
-
-
-def _check_depth(values: dict[str, Any]) -> None:
-    """Refuse tables or lists nested more than DEEPEST levels: Python and the TOML writer recurse into them."""
-    level: list[Any] = list(values.items())
-    for _ in range(DEEPEST):
-        level = [
-            (key, inner)
-            for key, value in level
-            if isinstance(value, (dict, list))
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-    require(not level, f"{level[0][0] if level else ''}: holds tables or lists more than {DEEPEST} deep; flatten it")
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
@@ -107,7 +91,6 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
             built[spec.name] = _build(hint, values.get(spec.name, {}), f"{key}.")  # type: ignore[arg-type]
         elif spec.name in values:
             built[spec.name] = value = _coerce(values[spec.name], hint, key)
-            require("\\x00" not in repr(value).replace("\\\\", ""), f"{key}: holds a NUL character, leave it out")
             for number in value if isinstance(value, list) else [value]:  # NaN is outside of any limit
                 if isinstance(number, (int, float)) and not isinstance(number, bool):
                     for name, limit in {"at_most": LARGEST, **spec.metadata["limits"]}.items():

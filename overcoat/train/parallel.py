@@ -39,34 +39,28 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 def check_parallel(config: Config) -> None:
     """Refuse a configuration that this number of processes cannot run."""
-    many, rows, context = process.count(), config.train.rows_per_step, config.parallel.context
-    require(many % context == 0, f"parallel.context = {context} with {many} processes: make it a divisor of them")
-    length = config.data.sequence_length
-    require(
-        context == 1 or length % (2 * context) == 0,
-        f"data.sequence_length = {length} with parallel.context = {context}: make it a multiple of {2 * context}",
-    )
-    unknown: dict[str, Any] = {
-        "data.format": config.data.is_chat and config.data.format,
-        "data.document_mask": config.data.document_mask,
-        "train.compile": config.train.compile != "none" and config.train.compile,
-    }
-    for key, value in unknown.items() if context > 1 else ():
-        require(not value, f"{key} = {value!r} does not go with parallel.context = {context}: change one of them")
-    if many == 1:
-        return
-    groups = many // context
-    among = f"{groups} processes" if context == 1 else f"{groups} groups of {context} processes"
-    require(
-        rows % groups == 0,
-        f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) cannot be divided "
-        f"among {among}: make it a multiple of {groups}",
-    )
-    require(
-        config.train.compile != "graphs",
-        f"train.compile = 'graphs' does not go with {many} processes yet: leave it out, or train on one",
-    )
-    _mesh_shape(config.parallel)
+    many, rows, length = process.count(), config.train.rows_per_step, config.data.sequence_length
+    context, mode = config.parallel.context, config.train.compile
+    among, groups = f"parallel.context = {context}", max(1, many // context)
+    table = [
+        (many % context, f"{among} with {many} processes: make it a divisor of them"),
+        (
+            context > 1 and length % (2 * context),
+            f"data.sequence_length = {length} with {among}: make it a multiple of {2 * context}",
+        ),
+        (context > 1 and config.data.is_chat, f"data.format = {config.data.format!r} does not go with {among}"),
+        (context > 1 and config.data.document_mask, f"data.document_mask = True does not go with {among}"),
+        (context > 1 and mode != "none", f"train.compile = {mode!r} does not go with {among}"),
+        (many > 1 and mode == "graphs", f"train.compile = 'graphs' does not go with {many} processes: leave it out"),
+        (
+            rows % groups,
+            f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) cannot be "
+            f"divided among {groups} groups of {context} processes: make it a multiple of {groups}",
+        ),
+    ]
+    for is_wrong, why in table:
+        require(not is_wrong, why)
+    num_shards(config.parallel)
 
 
 def _mesh_shape(parallel: ParallelConfig) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ import torch
 
 import overcoat
 from overcoat.extras import load_pretrained
-from overcoat.train.build import auto_class, check_tables, make_recipe, model_settings
-from overcoat.train.config import Config, require
+from overcoat.train.build import auto_class, check_not_quantized, check_tables, make_recipe, model_settings
+from overcoat.train.config import Config
 
 
 def check_named_model(config: Config) -> None:
@@ -26,13 +26,7 @@ def check_named_model(config: Config) -> None:
 def trial_model(config: Config, kind: Any) -> Any:
     """Return the converted model of a transformers configuration on the meta device. ValueError: quantized weights,
     values that make no model, or no layer that the recipe can train in FP8."""
-    found = getattr(kind, "quantization_config", None) or {}
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", found)
-    require(
-        not found,
-        f"model.name = {config.model.name!r} has quantized weights ({getattr(method, 'value', method)!s:.40}), "
-        "which are not trained, nor adapters on them: name the checkpoint that it was made from",
-    )
+    check_not_quantized(kind, config.model.name)
     with torch.device("meta"):
         model = auto_class(type(kind)).from_config(kind, **model_settings(config.model))
     overcoat.convert(model, make_recipe(config.recipe), strict=True)

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 import overcoat
-from overcoat.optim.sharding import local
 from overcoat.train import process
 from overcoat.train.batch_plan import BatchPlan, recipe_of
 from overcoat.train.build import base_model
-from overcoat.train.config import Config, require
-from overcoat.train.configfile import LARGEST
+from overcoat.train.config import Config
 from overcoat.train.data import Batch, Images, RowSource, make_batch
 
 # Options that the configuration may change on resuming; load_state_dict would restore the old values.
@@ -125,27 +123,6 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
         if tensor.requires_grad or not adapters_only:
             found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
-
-
-def check_counts(record: dict[str, Any]) -> None:
-    """Raise ValueError if a counter of a record is not a whole number from 0 on."""
-    rows = record["rows"]
-    counts = [(key, record[key]) for key in ("step", "num_tokens", "kept_bytes")]
-    counts += [item for of in (rows, rows.get("stream", {})) for item in of.items() if item[0] in ("epoch", "num_done")]
-    for key, value in counts:
-        is_count = type(value) is int and 0 <= value <= LARGEST
-        require(is_count, f"{key} is {value!r:.40}, expected a whole number from 0 on")
-
-
-def check_value(field: str, value: Tensor, steps: int) -> None:
-    """Raise ValueError if a tensor of the optimizer's state has a value that no step produces."""
-    if not value.is_floating_point():
-        return
-    value = local(value).float()
-    if field == "step":
-        require(float(value) in range(steps + 1), f"is {float(value)}, expected a count of up to {steps}")
-    require(bool(value.isfinite().all()), "is not finite")
-    require(field not in ("exp_avg_sq", "exp_avg_amax") or not bool((value < 0).any()), "is negative")
 
 
 def rng_state() -> dict[str, Any]:

@@ -336,13 +336,7 @@ def saved_and_harmed(state: TrainState, config: Config, harm: Callable[[dict[str
             lambda _, tensors: tensors.update({"optimizer/0/exp_avg": torch.ones(3)}),
             "1 tensors differ, .*optimizer/0/exp_avg",
         ),
-        (lambda _, tensors: tensors["optimizer/0/step"].neg_(), r"'step' of \S+\.weight is -1\.0"),
-        (lambda _, tensors: tensors["optimizer/0/exp_avg_sq"].sub_(1), r"'exp_avg_sq' of \S+\.weight is negative"),
-        (lambda _, tensors: tensors["optimizer/0/exp_avg"].fill_(torch.nan), r"'exp_avg' of \S+\.weight is not finite"),
-        (lambda record, _: record.update(step=-1), "step is -1, expected a whole number"),
-        (lambda record, _: record.update(num_tokens=1.5), r"num_tokens is 1\.5, expected"),
         (lambda record, _: record.pop("kept_bytes"), "KeyError: 'kept_bytes'"),
-        (lambda record, _: record["rows"].update(num_done=-7), "num_done is -7, expected"),
     ],
 )
 def test_a_training_state_that_no_run_leaves_is_refused(
@@ -491,7 +485,6 @@ def test_a_recorded_configuration_that_cannot_be_read_is_named(
     ("name", "message"),
     [
         ("", r"train\.run_dir = '.*run' is a file: choose another"),
-        ("loss.png/", r"loss\.png is a folder: move it away"),  # a finished run writes it
         # What the write of step 9 would fail on; weights that would be loaded instead of its own.
         ("checkpoints/step-00000009", "step-00000009 is a link or a file, not a checkpoint: move it away"),
         ("checkpoints/step-00000003/zz.safetensors", r"holds zz\.safetensors, which is not in its manifest: move that"),
@@ -504,7 +497,7 @@ def test_files_in_the_wrong_place_are_refused(
     if name:
         newest = fake_run(make_config(), 3) / "checkpoints/step-00000003"
     path = tmp_path / "run" / name
-    path.mkdir() if name.endswith("/") else path.touch()
+    path.touch()
     with pytest.raises(ValueError, match=message):
         choose_checkpoint(make_config(*([f"train.resume={newest}"] if is_explicit and name else [])))
 

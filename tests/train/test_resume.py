@@ -139,7 +139,7 @@ def test_two_processes_cannot_share_a_run(resumed: Run, tmp_path: Path) -> None:
         (["train.run_dir=TMP"], "holds files but no run of overcoat"),
         (
             ["model.config={}", "model.name=STOPPED/checkpoints/step-00000006", "train.run_dir=TMP/2"],
-            r"model\.name = .*step-00000006' is a checkpoint: give its run's export/",
+            r"model\.name = .*step-00000006' is a checkpoint: name its run's export/",
         ),
     ],
 )  # fmt: skip
