@@ -106,11 +106,10 @@ def test_gzip_and_parquet_are_read_as_what_they_are(tmp_path: Path) -> None:
         ('{"text": ', r"no JSON \(.*: line 1 column 10 "),
         ('{"text": "a", "b": 1, "text": "c"}', r"no JSON \(the field 'text' twice\): correct or remove it"),
         ('{"txt": "x", "b": 1}', r"no field 'text' \(text_key\) among txt, b"),
-        *((line, ".*, not an object") for line in ("[1, 2]", '"text"', "7", "null")),
+        ("[1, 2]", "a list, not an object"),
+        ("null", "null, not an object"),
         ('{"text": null}', "'text' holds null, not text"),
         ('{"text": [1]}', "'text' holds a list, not text"),
-        ('{"text": {"a": 1}}', "'text' holds an object, not text"),
-        ('{"text": 7}', "'text' holds a number, not text"),
         ('{"text": 0.5}', "'text' holds a number, not text"),
         ('{"text": true}', "'text' holds true or false, not text"),
         ('{"text": "\\ud83d"}', "'text' holds half of a surrogate pair"),
@@ -213,18 +212,12 @@ def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Pa
     (tmp_path / "link.txt").symlink_to(tmp_path / "deep.txt/a.txt")
     patterns = [f"{tmp_path}/*.txt", f"{tmp_path}/**/a.txt"]
     assert find_files(patterns) == [(tmp_path / "deep.txt/a.txt").resolve()]
-    (tmp_path / "a[1].txt").write_text("some text")
+    for name in ("a[1].txt", "a1.txt", "empty.txt"):
+        (tmp_path / name).write_text(name.replace("empty.txt", ""))
     assert find_files([str(tmp_path / "a[1].txt")]) == [(tmp_path / "a[1].txt").resolve()]
-    with pytest.raises(ValueError, match=r"no files found for '.*deep\.txt' \(looked from "):
-        find_files([str(tmp_path / "deep.txt")])
-
-
-def test_an_empty_file_is_refused_where_it_is_named(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("some text")
-    (tmp_path / "empty.txt").touch()
-    assert len(find_files([f"{tmp_path}/*.txt"])) == 2
-    with pytest.raises(ValueError, match=r"empty\.txt is empty: leave it out"):
-        find_files([f"{tmp_path}/text.txt", f"{tmp_path}/empty.txt"])
+    for name, why in (("deep.txt", "no files found for '.*deep"), ("empty.txt", "empty.txt is empty: leave it out")):
+        with pytest.raises(ValueError, match=why):
+            find_files([str(tmp_path / name)])
 
 
 def test_stdlib_is_found_without_tests_and_packages() -> None:
@@ -241,9 +234,3 @@ def test_site_packages_are_found() -> None:
     import torch
 
     assert Path(torch.__file__).resolve() in find_files(["site-packages"])
-
-
-def test_a_name_with_a_patterns_signs_is_that_file_alone(tmp_path: Path) -> None:
-    for name in ("c[1].txt", "c1.txt"):
-        (tmp_path / name).write_text(name)
-    assert [path.name for path in find_files([str(tmp_path / "c[1].txt")])] == ["c[1].txt"]
