@@ -10,7 +10,7 @@
 
 Exit status: 0 done; 2 an invalid command or configuration, nothing done; 1 training failed, or a system error (disk
 full, permissions); 130, 143, 129 and 138 stopped by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 after writing a checkpoint (128
-plus the signal's number, so that a script can tell a stopped run from a finished one). Every status but 0 comes with
+plus the signal's number, so that a script can tell a stopped run from a finished one). Every status but 0 prints
 one line on stderr.
 """
 
@@ -51,7 +51,7 @@ REMEDIES: dict[int | None, str] = {
 }
 
 
-# What PyTorch and Python say where an allocation or a thread is refused, in errors of other kinds.
+# Messages of PyTorch and Python, in errors of other types, when an allocation or a thread is refused.
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
 
 
@@ -66,9 +66,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    # Otherwise PyTorch's CPU threads spin while one waits for a core: next to other work a run takes 20 times as long.
+    # By default PyTorch's CPU threads spin while waiting, which makes a run up to 20 times slower next to other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Without a network the hub library logs six retries, before our one line that names what is missing.
+    # Without a network the hub library logs six retries before our error message.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     parser = _Parser(prog="overcoat", description="Train large models in FP8 (COAT).")
     parser.add_argument("--version", action="version", version=f"overcoat {VERSION}")

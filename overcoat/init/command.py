@@ -3,10 +3,10 @@
     overcoat init chat.toml --model Qwen/Qwen3-8B --data chats.jsonl --gpu-memory 80GB
     overcoat init small.toml --model smollm2-135m --from-scratch --data 'texts/*.txt'
 
-Asks for what is left out, on a terminal. The estimate chooses how many rows pass at once and, where not one fits, block
-checkpoints (recipe "leanest"), then moments in host memory. No weights are read. Where conversations name images, it
-looks for these beside the data and in the folders there. The chat template and the first rows are tried as the training
-does; where it would refuse them, the file is written all the same, the line says why, and the exit status is 2.
+Asks for missing options on a terminal. The estimate chooses the rows of a forward pass and, if not even one row fits,
+block checkpoints (recipe "leanest"), then moments in host memory. No weights are read. Images that conversations name
+are looked for beside the data and in the folders there. The chat template and the first rows are tried as in training;
+if they would be refused, the file is still written, the output says why, and the exit status is 2.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from overcoat.train.sources import documents, find_files, read_documents
 from overcoat.train.tokenizer import make_processor, make_tokenizer, num_ids, tokenizer_name
 
 GIBI = 2**30
-FIRST_ROWS = 100  # among which those that name images are looked for
-COUNTED = 2**20  # bytes of the data whose tokens are counted
-IMAGE_SIDE = 512  # pixels, of the image in each row that is planned with, if the model takes any
+FIRST_ROWS = 100  # rows that are tried, and searched for images
+COUNTED = 2**20  # bytes of the data that are tokenized to estimate the total
+IMAGE_SIDE = 512  # pixels of the image per row that memory is planned for, if the model accepts any size
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
-# Keys of a model's configuration that are not written: the tokenizer decides them, or training does not need them.
+# Keys of a model's configuration that are not written: set by the tokenizer, or not needed for training.
 UNTOLD = {"vocab_size", "quantization_config"}
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # files of a model's, whole or in parts
-# Ways to less memory, where not one row fits without.
+# Changes that save memory, tried in order if not even one row fits.
 LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
 
 

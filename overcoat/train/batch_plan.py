@@ -91,7 +91,7 @@ def leanest(plans: Iterable[BatchPlan]) -> BatchPlan:
 
 
 class Training(NamedTuple):
-    """What `overcoat estimate --config` needs of a training configuration."""
+    """A training configuration in the form that `overcoat estimate --config` needs."""
 
     predictor: Predictor  # of its model
     batch: int  # rows in one forward pass
