@@ -167,7 +167,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write the tensors of all processes (a collective call); returns when all have written."""
     load_extra("safetensors", "hf", "writing a checkpoint")
     writer = _Writer(str(folder), save_distributed=True)
-    with _together(OSError, f"{folder} cannot be written"):
+    with _collective_errors(OSError, f"{folder} cannot be written"):
         dcp.save(tensors, storage_writer=writer, process_group=process.writing_group(), no_dist=process.count() == 1)
 
 
@@ -199,7 +199,7 @@ class _Writer(dcp.HuggingFaceStorageWriter):
 
 
 @contextlib.contextmanager
-def _together(kind: type[Exception], what: str) -> Iterator[None]:
+def _collective_errors(kind: type[Exception], what: str) -> Iterator[None]:
     """Re-raise an error of any process in all processes, as one line that names the process."""
     try:
         yield
@@ -340,7 +340,7 @@ def _empty(stored: Stored, prefix: str) -> dict[str, Tensor]:
 
 def _read(folder: Path, into: dict[str, Tensor]) -> None:
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    with _together(ValueError, f"{folder} cannot be loaded"), loading(folder), torch.no_grad():
+    with _collective_errors(ValueError, f"{folder} cannot be loaded"), loading(folder), torch.no_grad():
         dcp.load(into, storage_reader=reader, process_group=process.writing_group(), no_dist=process.count() == 1)
 
 

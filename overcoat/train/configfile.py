@@ -31,7 +31,7 @@ else:
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
 # Options of transformers' Trainer and of TRL, and the keys they correspond to.
-OF_TRAINER = {
+TRAINER_OPTIONS = {
     "model_name_or_path": "model.name", "torch_dtype": "model.dtype", "lora_r": "lora.rank",
     "dataset_name": "data.dataset", "dataset_text_field": "data.text_key",
     "output_dir": "train.run_dir", "resume_from_checkpoint": "train.resume",
@@ -188,8 +188,8 @@ def _unknown_key(key: str) -> str:
     the closest by the last part (train.lr -> optimizer.lr), then by the whole key (optimiser.lr)."""
     leaves = {name.rpartition(".")[2]: name for name in all_keys()}
     leaf = key.rpartition(".")[2]
-    if leaf in OF_TRAINER:
-        return f"unknown key {key}: it is {OF_TRAINER[leaf]} here (overcoat train --keys lists all)"
+    if leaf in TRAINER_OPTIONS:
+        return f"unknown key {key}: it is {TRAINER_OPTIONS[leaf]} here (overcoat train --keys lists all)"
     nearest = difflib.get_close_matches(key, [*all_keys(), *(spec.name for spec in fields(Config))], n=1, cutoff=0.7)
     if leaf in leaves or not nearest:
         nearest = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)] or nearest

@@ -38,7 +38,7 @@ from overcoat.train.evaluate import Tasks
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import RunLog, StepRecord
 from overcoat.train.out_of_memory import DoesNotFitError, OomRetry, fatal_oom, free_memory, is_out_of_memory
-from overcoat.train.parallel import reached, with_gradients
+from overcoat.train.parallel import reached_parameters, with_gradients
 from overcoat.train.process import StopRequest
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
@@ -128,7 +128,7 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
                 loss = summed_loss(state.model, batch.to(state.device)) / (num_labels * config.parallel.context)
             if process.count() > 1 and state.images is not None:
                 rows = state.drawn.reshape(process.count(), len(own), -1)[:, start : start + state.plan.micro_batch]
-                loss = _agreeing(state, rows, loss)
+                loss = _with_same_gradients(state, rows, loss)
             loss.backward()
         total += loss.detach()
     with fatal_oom("the optimizer's step"):
@@ -143,13 +143,13 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     return StepRecord(state.step, lr, num_tokens, state.num_tokens, process.sum_of(total), norm, ranges)
 
 
-def _agreeing(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.Tensor:
+def _with_same_gradients(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.Tensor:
     """Return the loss, with zero gradients for parameters that only other processes reach (a tower without images):
     FSDP2 must reduce the same parameters in all processes. rows: (processes, rows, T + 1) of this forward pass."""
     if not any(state.images.paths[number] for number in conversations(rows)):  # type: ignore[union-attr]
         return loss
     if state.with_images is None:
-        state.with_images = reached(state.model, loss)
+        state.with_images = reached_parameters(state.model, loss)
     return with_gradients(state.model, loss, state.with_images)
 
 
@@ -294,7 +294,7 @@ def _log_tasks(state: TrainState, tasks: Callable[[], dict[str, float]], log: Ru
     log.restart_clock()
 
 
-def _tell_time(log: RunLog, config: Config, step: int, seconds: float) -> None:
+def _print_time_left(log: RunLog, config: Config, step: int, seconds: float) -> None:
     """Print the time that the remaining steps take at `seconds` each, if it is above half a minute."""
     minutes = seconds * (config.train.steps - step) / 60
     if minutes >= 0.5:
@@ -355,7 +355,7 @@ def train_steps(
                     began, since = time.perf_counter(), state.step
                 elif not is_told:
                     is_told = True
-                    _tell_time(log, config, state.step, (time.perf_counter() - began) / (state.step - since))
+                    _print_time_left(log, config, state.step, (time.perf_counter() - began) / (state.step - since))
             signum = stop.agreed()
             for _, every, act in evaluations:
                 if due(every) and signum is None:

@@ -98,7 +98,7 @@ class _ZeroGradients(torch.autograd.Function):
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
-def reached(model: Any, loss: torch.Tensor) -> list[str]:
+def reached_parameters(model: Any, loss: torch.Tensor) -> list[str]:
     """Return the names of the unsharded parameters that the backward of any process' loss reaches."""
     named = base_model(model).named_parameters()
     names = {id(each): name for name, each in named if each.requires_grad and not isinstance(each, DTensor)}

@@ -39,7 +39,7 @@ CGROUP = Path("/sys/fs/cgroup")
 SECONDS_FOR_THE_CAUSE = 3.0  # that the first failing process and the launcher get to report
 
 
-class _Together:
+class _Groups:
     """State of a run of several processes: one group for host messages, one for the checkpoint thread, and a store;
     None in a run of one."""
 
@@ -93,15 +93,15 @@ def joined(device_name: str) -> Iterator[None]:
     store, place, size = next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=SECONDS_TO_MEET))))
     # torchrun's store outlives an attempt, with the addresses of its processes.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    _Together.store = dist.PrefixStore(f"overcoat/{attempt}", store)
+    _Groups.store = dist.PrefixStore(f"overcoat/{attempt}", store)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=_Together.store, rank=place, world_size=size
+        "nccl" if device.type == "cuda" else "gloo", store=_Groups.store, rank=place, world_size=size
     )
     # All groups are made here: a process that dies later cannot leave the others waiting for its address.
-    _Together.group, _Together.writing = (
+    _Groups.group, _Groups.writing = (
         dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=SECONDS_TO_MEET)) for _ in range(2)
     )
-    for group in (_Together.group, _Together.writing):
+    for group in (_Groups.group, _Groups.writing):
         dist.barrier(group=group)  # gloo connects at the first use
         group._get_backend(CPU)._set_default_timeout(PATIENCE)
     yield
@@ -125,7 +125,7 @@ def may_report(text: str, is_cause: bool = True) -> bool:
     if not is_worker():
         return True
     if not is_cause:
-        if _Together.is_ended:
+        if _Groups.is_ended:
             if os.environ.get("LOCAL_RANK") == "0":  # who sent the signal may not know of it
                 print(f"{text} (after a signal to stop)", file=sys.stderr)
             return False
@@ -137,11 +137,11 @@ def may_report(text: str, is_cause: bool = True) -> bool:
 
 
 def _is_first_to_report(is_cause: bool) -> bool:
-    if _Together.store is None:  # nothing is shared yet, so all that are here have the same to say
+    if _Groups.store is None:  # nothing is shared yet, so all that are here have the same to say
         return os.environ.get("LOCAL_RANK", "0") == "0"
     own = os.environ["RANK"]
     try:
-        return bool(_Together.store.compare_set("failed", "", own) == own.encode())
+        return bool(_Groups.store.compare_set("failed", "", own) == own.encode())
     except (RuntimeError, dist.DistError):  # it went with the process that held it
         return is_cause
 
@@ -164,14 +164,14 @@ def follows_from_another(error: BaseException) -> bool:
 def writing_group() -> dist.ProcessGroup | None:
     """Return the process group of the checkpoint thread, None in a run of one; outside of `joined` the first call, in
     all processes, creates it."""
-    if count() > 1 and _Together.writing is None:
-        _Together.writing = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return _Together.writing
+    if count() > 1 and _Groups.writing is None:
+        _Groups.writing = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _Groups.writing
 
 
 def wait_for_writers() -> None:
     """Wait until all processes' checkpoint threads are here."""
-    _meet(_Together.writing)
+    _meet(_Groups.writing)
 
 
 def _meet(group: dist.ProcessGroup | None) -> None:
@@ -193,7 +193,7 @@ def _finish(work: Any) -> None:
 
 def wait_for_all() -> None:
     """Wait until all processes are here."""
-    _meet(_Together.group)
+    _meet(_Groups.group)
 
 
 @contextlib.contextmanager
@@ -212,7 +212,7 @@ def share(make: Callable[[], T]) -> T:
         return make()
     held: list[Any] = [make() if is_first() else None]
     wait_for_all()
-    dist.broadcast_object_list(held, src=0, group=_Together.group)
+    dist.broadcast_object_list(held, src=0, group=_Groups.group)
     return held[0]
 
 
@@ -222,7 +222,7 @@ def gather(value: Any) -> list[Any]:
         return [value]
     found: list[Any] = [None] * count()
     wait_for_all()
-    dist.gather_object(value, found if is_first() else None, group=_Together.group)
+    dist.gather_object(value, found if is_first() else None, group=_Groups.group)
     return found
 
 
@@ -231,7 +231,7 @@ def largest(*values: int) -> list[int]:
     if count() == 1:
         return list(values)
     found = torch.tensor(values)
-    _finish(dist.all_reduce(found, dist.ReduceOp.MAX, group=_Together.group, async_op=True))
+    _finish(dist.all_reduce(found, dist.ReduceOp.MAX, group=_Groups.group, async_op=True))
     return found.tolist()
 
 
@@ -352,4 +352,4 @@ class StopRequest:
         if signum == signal.SIGINT and rank() == 0:  # at once, though the step may take a minute
             with contextlib.suppress(OSError):
                 os.write(2, b"\novercoat: stopping after this step and a checkpoint; Ctrl-C again ends it at once\n")
-        _Together.is_ended |= signum in STOPPING
+        _Groups.is_ended |= signum in STOPPING

@@ -36,7 +36,7 @@ UNREAD = (
     *REASONING,
     *CALLS,
 )  # of a message, not looked for as text
-TALE = "ovcpart"  # a field of marked parts, shown only by templates that write a list as it is
+PART_KEY = "ovcpart"  # a field of marked parts, shown only by templates that write a list as it is
 THOUGHT = "reasoning in <think>"
 EARLIER = "reasoning of earlier turns"
 
@@ -272,7 +272,7 @@ class Shown:
         failure: Exception | None = None
         for form in FORMS:
             try:
-                rendered = self.render(_with_tale(form(marked)), {**example, "tools": tools})
+                rendered = self.render(_with_part_key(form(marked)), {**example, "tools": tools})
             except Exception as error:  # a template is a program
                 failure = failure or error
                 continue
@@ -287,14 +287,17 @@ class Shown:
         return min(found, key=lambda each: each[0])[1:]
 
 
-def _with_tale(messages: Messages) -> Messages:
-    return [{**m, "content": [{**part, TALE: TALE} for part in m["content"]]} if _has_parts(m) else m for m in messages]
+def _with_part_key(messages: Messages) -> Messages:
+    return [
+        {**m, "content": [{**part, PART_KEY: PART_KEY} for part in m["content"]]} if _has_parts(m) else m
+        for m in messages
+    ]
 
 
 def _lost(pieces: list[Piece], rendered: str) -> Iterator[Piece]:
     """Yield the pieces that the rendering does not contain."""
     squashed = functools.cache(lambda: f"{_squash(rendered)} {_squash(html.unescape(rendered))}")
-    is_dumped = TALE in rendered  # parts as Python or JSON writes them
+    is_dumped = PART_KEY in rendered  # parts as Python or JSON writes them
     for piece in pieces:
         if (is_dumped and piece.what.startswith("text of")) or not piece.is_in(rendered, squashed):
             yield piece

@@ -23,8 +23,8 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
 
 
 def test_names_of_trainers_have_another_name_here() -> None:
-    assert {name.partition(",")[0] for name in configfile.OF_TRAINER.values()} <= all_keys().keys()
-    assert not {*configfile.OF_TRAINER} & {name.rpartition(".")[2] for name in all_keys()}
+    assert {name.partition(",")[0] for name in configfile.TRAINER_OPTIONS.values()} <= all_keys().keys()
+    assert not {*configfile.TRAINER_OPTIONS} & {name.rpartition(".")[2] for name in all_keys()}
 
 
 # What is given, and what the refusal must name: of an unknown key the nearest, of a value its key and what helps.

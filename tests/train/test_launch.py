@@ -109,7 +109,7 @@ def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(tmp_path: Pa
 
 def test_what_follows_from_another_is_not_said_once_the_launcher_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM may come while a step still waits for the process that is gone, and its error after it."""
-    monkeypatch.setattr(process._Together, "is_ended", False)
+    monkeypatch.setattr(process._Groups, "is_ended", False)
     monkeypatch.setattr(process, "SECONDS_FOR_THE_CAUSE", 0.0)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

@@ -25,7 +25,7 @@ GONE = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_ask_for_a_checkpoint(signum: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process._Together, "is_ended", False)
+    monkeypatch.setattr(process._Groups, "is_ended", False)
     previous = signal.signal(signum, signal.SIG_DFL)  # nohup, under which tests may run, ignores SIGHUP
     try:
         with StopRequest() as stop:
