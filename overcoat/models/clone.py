@@ -98,6 +98,8 @@ class Cloner:
                 raise UnverifiableError(f"the buffer {name} has no data")
             x = type(module)(config=module.config)._buffers[name]
             assert x is not None
+        if x.is_floating_point() and x.numel() == 1 and not self.zeros:  # a factor (Gemma 4), which 1 would hide
+            return 0.5 + torch.rand(x.shape, generator=self.generator, device=self.device)
         return x.to(self.device, torch.float32) if x.is_floating_point() else x.to(self.device)
 
 

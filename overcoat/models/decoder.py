@@ -393,6 +393,8 @@ class Fp8DecoderLayer(Mixin):
             return run_block(x, block, tables, self.overcoat_recipe, self.overcoat_offload)
 
         result = in_turn(hidden_states, branches, block.parallel, fused, self._own(family, kwargs))
+        if family.factor:
+            result = result * getattr(self, family.factor)
         for observer in observers if watched else ():
             observer.enter(None)
         return (result, *(None,) * (family.results - 1)) if family.results else result

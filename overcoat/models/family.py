@@ -93,6 +93,7 @@ class Family(NamedTuple):
         results: how many a layer returns in a tuple, of which all but the first are None; 0: no tuple.
         proposed: whether it was proposed for a layer of another class (propose.py). given: the arguments that such a
             layer was verified with; columns: of its cos and sin; without: those of its arguments that are None.
+        factor: what a layer multiplies its result with: the name of its buffer or parameter; "": nothing.
         parts: of a layer that is not transformers': the modules that its parts' classes are in.
         inputs: of such a layer: itself, its input and its other arguments -> the arguments of transformers' layers.
     """
@@ -120,6 +121,7 @@ class Family(NamedTuple):
     proposed: bool = False
     given: tuple[str, ...] = ()
     columns: int = 0
+    factor: str = ""
     without: tuple[str, ...] = ()
 
     @classmethod

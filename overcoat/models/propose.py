@@ -289,10 +289,13 @@ def _wired(trace: Trace, family: Family, norms: list[Event], found: list[Found])
         before = [] if pre is None else [(part._replace(pre=pre.path), pre.x, result)]
         ways.append([*before, (part, u, result)])
     misses = []
-    for way in itertools.product(*ways):
+    own = (*trace.layer.named_parameters(recurse=False), *trace.layer.named_buffers(recurse=False))
+    factors = {"": 1.0, **{name: value for name, value in own if value.numel() == 1}}
+    for way, name in itertools.product(itertools.product(*ways), factors):
         tensors = [each.reshape(trace.x.shape) for _, *pair in way for each in pair]
+        unscaled = trace._replace(y=trace.y / factors[name])
         try:
-            return _added(trace, family, norms, tensors, [part for part, *_ in way])
+            return _added(unscaled, family._replace(factor=name), norms, tensors, [part for part, *_ in way])
         except MissError as error:
             misses.append(str(error))
     raise MissError(misses[0])

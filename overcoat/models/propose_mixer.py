@@ -134,8 +134,17 @@ def _scales(module: Any, config: Any, width: int) -> list[float]:
 
 def _first(owner: Any, names: tuple[str, ...]) -> Any:
     """The first of an object's attributes of these names that is a number."""
-    values = (getattr(owner, name, None) for name in names)
+    values = [number_of(owner, name) for name in names]
     return next((value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), None)
+
+
+def number_of(owner: Any, name: str) -> Any:
+    """Return an attribute, None where there is none: or where layers differ in it and the configuration is asked for
+    all (Gemma 4)."""
+    try:
+        return getattr(owner, name, None)
+    except RuntimeError:
+        return None
 
 
 def _common(a: str, b: str) -> str:

@@ -415,7 +415,8 @@ def propose(
     def own(modules: Modules, x: Tensor) -> Tensor:
         return as_they_are(modules, family, x, {name: detached(value) for name, value in given.items()}, named)
 
-    return in_turn(x, branches, block.parallel, fused, own)
+    result = in_turn(x, branches, block.parallel, fused, own)
+    return result * getattr(layer, family.factor) if family.factor else result
 
 
 def _delta(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import overcoat
@@ -17,7 +18,7 @@ from overcoat.models import proposal, propose, verify
 from overcoat.models.decoder import block_of
 from overcoat.models.family import Family, decoder_layers, family_of
 from tests.models.census import build
-from tests.models.zoo import ENCODERS, assert_equal, every_kind, make_batch, make_encoder, make_model, trained
+from tests.models.zoo import ENCODERS, VOCAB, assert_equal, every_kind, make_batch, make_encoder, make_model, trained
 
 # By model type: the MLP's activation (None: it runs as it is), and what sets the wiring apart from Llama's.
 FOUND: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -369,3 +370,35 @@ def test_a_mixer_that_differs_from_attention_runs_as_it_is(monkeypatch: pytest.M
     monkeypatch.setattr(owner, "forward", forward)
     report = overcoat.convert(model)
     assert report.in_part == dict.fromkeys(report.converted, ("self_attn",))
+
+
+def gemma4(**fields: Any) -> Any:
+    """A small dense Gemma 4: heads of 16 and of 32 columns, windows, a factor at the end of each layer."""
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=0, head_dim=16,
+        sliding_window=13, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        per_layer_config={"2": {"head_dim": 32}}, max_position_embeddings=256, **fields,
+    )  # fmt: skip
+    model = transformers.Gemma4ForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+    for place, layer in enumerate(layers(model)):
+        layer.layer_scalar.fill_(0.6 + 0.2 * place)
+    return model
+
+
+def test_gemma_4_has_a_factor_and_heads_of_several_widths() -> None:
+    model = gemma4()
+    inputs = make_batch("packed", length=40)
+    exact = trained(copy.deepcopy(model), {**inputs, "use_cache": False})
+    report = overcoat.convert(model)
+    assert report.in_part == dict.fromkeys(report.converted, ("self_attn",))
+    assert len(report.converted) == 3
+    assert family(layers(model)[0]).factor == "layer_scalar"
+    found = trained(model, inputs)
+    assert {*report.running().values()} == {"FP8", "loss without logits"}
+    assert abs(found["loss"] - exact["loss"]) < 0.05
+    for name, x in exact.items():
+        if x.dim() > 1:  # the MLP's linear layers alone in FP8 leave 0.90: norms after them amplify
+            assert torch.cosine_similarity(found[name].float().flatten(), x.float().flatten(), 0) > 0.85, name
+            assert abs(found[name].float().norm() / x.float().norm() - 1) < 0.2, name
