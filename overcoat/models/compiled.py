@@ -65,13 +65,14 @@ def run_compiled(layer: Any, x: Tensor, batch: int, images: int, kwargs: dict[st
     is_flat = x.dim() == 2
     if is_flat:  # not a view: code is compiled anew for what a view is of
         x = torch.ops.aten._unsafe_view(x, (batch, -1, x.shape[1]))
-    return _compiled(layer.overcoat_mode)(layer, x, is_flat, images > 0, **kwargs)
+    return _compiled(layer.overcoat_mode, layer.overcoat_fullgraph)(layer, x, is_flat, images > 0, **kwargs)
 
 
 @functools.cache
-def _compiled(mode: str) -> Any:
-    # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
-    return torch.compile(_forward_rows, fullgraph=True, mode=mode)
+def _compiled(mode: str, fullgraph: bool) -> Any:
+    # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error. Not for mixers that
+    # run as they are, whose kernels may not be traceable (flash-linear-attention's).
+    return torch.compile(_forward_rows, fullgraph=fullgraph, mode=mode)
 
 
 def _forward_rows(layer: Any, rows: Tensor, is_flat: bool, are_images: bool, **kwargs: Any) -> Any:

@@ -231,6 +231,7 @@ def _convert_layer(
         layer.overcoat_family = family  # type: ignore[assignment]
     names = {id(module): path for path, module in layer.named_modules()}
     own = [modules.owner for modules in family.branches(layer, 1) if modules.mixer is None]
+    layer.overcoat_fullgraph = not (family.proposed and own)  # type: ignore[assignment]
     linears = sum([len(convert_linears(owner, recipe, eval_fp8)) for owner in own])
     layer.overcoat_verify, layer.overcoat_starts = verify_again, verified.starts  # type: ignore[assignment]
     remember(layer, family.branches(layer, 1))

@@ -321,6 +321,7 @@ class Fp8DecoderLayer(Mixin):
     # A layer, its family -> how closely both agree (verify.py); `convert` sets it.
     overcoat_verify: Callable[[Any, Any], Any]
     overcoat_mode: Optional[str] = None  # torch.compile's; None: eager (compiled.py)
+    overcoat_fullgraph: bool = True
     # The processes between which rows are cut in `train()`; None: they are whole (distributed/context.py).
     overcoat_context: Any = None
 
