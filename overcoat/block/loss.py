@@ -26,11 +26,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of the losses; saves the gradients, which the backward scales in place and returns."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> Tensor:
-        total, dhidden, dweight = kernels.linear_cross_entropy(hidden, weight, labels, *options)
-        want_hidden, want_weight = options[-2:]
-        dhidden, dweight = dhidden if want_hidden else None, dweight if want_weight else None
-        keep(ctx, "linear_cross_entropy", dhidden=dhidden, dweight=dweight)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], labels: Tensor, softcap: float,
+        wanted: tuple[bool, bool, bool], *options: Any,
+    ) -> Tensor:  # fmt: skip
+        total, *made = kernels.linear_cross_entropy(
+            hidden, weight, labels, *options, *wanted[:2], bias, wanted[2], softcap
+        )
+        grads = [grad if want else None for grad, want in zip(made, wanted, strict=True)]
+        keep(ctx, "linear_cross_entropy", **dict(zip(("dhidden", "dweight", "dbias"), grads, strict=True)))
         return total
 
     @staticmethod
@@ -55,17 +59,21 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     fp8: Optional[GradFormat] = None,
     chunk_tokens: Optional[int] = None,
+    bias: Optional[Tensor] = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of `hidden @ weight.T` against labels (not shifted here), as `F.cross_entropy` defines it.
 
     Args:
-        hidden: (..., H); weight: (V, H) of the same dtype. Under autocast both are cast to its dtype.
+        hidden: (..., H); weight: (V, H) of the same dtype. Under autocast all three are cast to its dtype.
         labels: (...), int64, the class of each hidden state, or `ignore_index`.
         reduction: "mean" over the labels that are not ignored, or "sum". If all are ignored the mean is NaN and its
             gradients are zero, as in PyTorch.
         z_loss: weight of an additional log(sum exp)^2 per label (PaLM: 1e-4), which holds the logits near zero.
         fp8: the format ("e5m2", "e4m3") of the logits' gradient, to run all three GEMMs in FP8; None: 16 bits.
         chunk_tokens: tokens at a time; None: as many as 256 MiB of logits hold, at least 2048.
+        bias: (V,) of the same dtype, added to the logits; None: nothing.
+        softcap: c of c * tanh(x / c), which the loss takes instead of logits x (Gemma 2); 0: the logits themselves.
 
     Returns:
         the loss, 0-d FP32.
@@ -78,14 +86,15 @@ def linear_cross_entropy(
     # `is_autocast_enabled` raises for the meta device, on which overcoat.estimate runs models.
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    _check(hidden, weight, labels)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    _check(hidden, weight, bias, labels)
     learns = torch.is_grad_enabled()
     labels = labels.reshape(-1)
     _check_labels(labels, weight.shape[0], ignore_index)
+    wanted = tuple(learns and x is not None and x.requires_grad for x in (hidden, weight, bias))
     total = _LinearCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels, ignore_index, z_loss, fp8, chunk_tokens,
-        learns and hidden.requires_grad, learns and weight.requires_grad,
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels, softcap, wanted,
+        ignore_index, z_loss, fp8, chunk_tokens,
     )  # fmt: skip
     if reduction == "sum":
         return total
@@ -93,7 +102,7 @@ def linear_cross_entropy(
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], labels: Tensor) -> None:
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: expected (..., H) and (V, H)"
@@ -106,6 +115,11 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}: convert one, or run under torch.autocast"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"bias is {bias.dtype} {tuple(bias.shape)}: expected {weight.dtype}, one for each of the {len(weight)} "
+            "rows of weight"
         )
 
 

@@ -1,10 +1,11 @@
 """Cross-entropy of a linear head, a chunk of tokens at a time, so that the logits are never in memory as a whole.
 
-    x = hidden W^T                                   logits, a chunk of tokens at a time
+    x = hidden W^T + b                               logits, a chunk of tokens at a time; b: a head's bias, or none
+    x = c tanh(x / c)                                if they are capped (Gemma 2); dx is times 1 - tanh^2
     lse = log sum_v e^(x_v),  p = e^(x - lse)        FP32
     loss = lse - x_label + z lse^2                   z: weight of the z-loss (arXiv 2204.02311), usually 0
     dx = p (1 + 2 z lse) - onehot(label)             written over x, in x's dtype
-    dhidden = dx W,  dW += dx^T hidden
+    dhidden = dx W,  dW += dx^T hidden,  db += sum of dx over tokens, in FP32
 
 A token with the label `ignore_index` has loss and gradient 0. The gradients are those of the SUM over the tokens. Any
 factor (1 / number of labels, a loss scale) is applied in the backward by `scale_`, in FP32. PyTorch's multiplication
@@ -64,7 +65,7 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
 
 @op(mutates=("logits",))
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
+    logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool, softcap: float = 0.0
 ) -> Tuple[Tensor, Tensor]:
     """Return each token's loss, (C,) FP32, and max |gradient|, (C,) FP32 or empty; overwrite logits by the gradient.
 
@@ -74,8 +75,11 @@ def cross_entropy_(
         logits: (C, V), rows contiguous, possibly further apart than V; overwritten if `gradient`.
         labels: (C,) int64. One that is neither `ignore_index` nor in [0, V) makes loss and gradient NaN.
         z_loss: weight of lse^2.
+        softcap: the loss is that of softcap * tanh(logits / softcap), the gradient that of logits; 0: not.
     """
     x = logits.float().contiguous()
+    inside = x / softcap if softcap else None
+    x = x if inside is None else softcap * torch.tanh(inside)
     vocabulary = x.shape[1]
     counted = labels != ignore_index
     valid = (labels >= 0) & (labels < vocabulary)
@@ -87,13 +91,14 @@ def cross_entropy_(
         slope = torch.where(valid, 1.0 + 2.0 * z_loss * lse, torch.nan)
         dx = torch.exp(x - lse[:, None]) * slope[:, None]
         dx.scatter_add_(1, column, torch.full_like(dx[:, :1], -1.0))
+        dx = dx if inside is None else dx * torch.cosh(inside).pow(-2)  # 1 - tanh^2, without its cancellation
         logits.copy_(torch.where(counted[:, None], dx, 0.0))
         largest = logits.abs().amax(1).float()
     return torch.where(counted, losses, 0.0), largest
 
 
 @cross_entropy_.fake
-def _(logits, labels, ignore_index, z_loss, gradient):
+def _(logits, labels, ignore_index, z_loss, gradient, softcap=0.0):
     losses = logits.new_empty(labels.shape, dtype=torch.float32)
     return losses, losses.new_empty(labels.shape if gradient else 0)
 
@@ -109,24 +114,43 @@ def _add(top, total, x):
 
 
 @triton.jit
-def _log2_sum_exp2(logits_ptr, V, full, TILE: tl.constexpr):
+def _capped(x, cap, CAPPED: tl.constexpr):
+    """Return logits x in FP32 and 1, or cap * tanh(x / cap) and its derivative."""
+    x = x.to(tl.float32)
+    if CAPPED:
+        small = exp2(tl.abs(x) * (-2.0 * LOG2E / cap))
+        size = cap * (1.0 - small) / (1.0 + small)
+        return tl.where(x < 0.0, -size, size), 4.0 * small / ((1.0 + small) * (1.0 + small))
+    else:
+        return x, 1.0
+
+
+@triton.jit
+def _log2_sum_exp2(logits_ptr, V, full, cap, CAPPED: tl.constexpr, TILE: tl.constexpr):
     """Return log2 of the sum of 2^(x log2 e) over a row; `full`: columns in whole tiles, read without a mask."""
     lane = tl.arange(0, TILE)
     top = tl.full((TILE,), LOWEST, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     for start in range(0, full, TILE):
-        top, total = _add(top, total, tl.load(logits_ptr + start + lane).to(tl.float32) * LOG2E)
+        top, total = _add(top, total, _capped(tl.load(logits_ptr + start + lane), cap, CAPPED)[0] * LOG2E)
     x = tl.load(logits_ptr + full + lane, mask=lane < V - full, other=float("-inf"))
-    top, total = _add(top, total, x.to(tl.float32) * LOG2E)
+    x, _ = _capped(x, cap, CAPPED)
+    if CAPPED:
+        x = tl.where(lane < V - full, x, float("-inf"))
+    top, total = _add(top, total, x * LOG2E)
     highest = tl.max(top, 0)
     return highest + tl.log2(tl.sum(total * exp2(top - highest), 0))
 
 
 @triton.jit
-def _gradient(x, column, label, lse2, slope):
-    """Return p (1 + 2 z lse) - onehot(label) of logits x, in their dtype; slope: 1 + 2 z lse."""
-    dx = exp2(x.to(tl.float32) * LOG2E - lse2) * slope
-    return tl.where(column == label, dx - 1.0, dx).to(x.dtype)
+def _gradient(logit, column, label, lse2, slope, cap, CAPPED: tl.constexpr):
+    """Return p (1 + 2 z lse) - onehot(label), of logits before the cap, in their dtype; slope: 1 + 2 z lse."""
+    x, derivative = _capped(logit, cap, CAPPED)
+    dx = exp2(x * LOG2E - lse2) * slope
+    dx = tl.where(column == label, dx - 1.0, dx)
+    if CAPPED:
+        dx *= derivative
+    return dx.to(logit.dtype)
 
 
 @kernel
@@ -135,7 +159,7 @@ def _cross_entropy_kernel(
     labels_ptr,  # (C,) int64
     losses_ptr,  # (C,) FP32
     largest_ptr,  # (C,) FP32: max |gradient|, if GRADIENT
-    stride, V, ignore_index, z_loss, GRADIENT: tl.constexpr, TILE: tl.constexpr,
+    stride, V, ignore_index, z_loss, cap, GRADIENT: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -155,26 +179,27 @@ def _cross_entropy_kernel(
     else:
         # Load it before the sums: their barriers order it before any thread's stores to the row.
         known = (label >= 0) & (label < V)
-        target = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(tl.float32)
-        lse2 = _log2_sum_exp2(logits_ptr, V, full, TILE)
+        target, _ = _capped(tl.load(logits_ptr + label, mask=known, other=float("nan")), cap, CAPPED)
+        lse2 = _log2_sum_exp2(logits_ptr, V, full, cap, CAPPED, TILE)
         lse = lse2 * LN2
         tl.store(losses_ptr + row, lse - target + z_loss * lse * lse)
         if GRADIENT:
             slope = tl.where(known, 1.0 + 2.0 * z_loss * lse, float("nan"))
             top = tl.zeros((TILE,), tl.float32)
             for start in range(0, full, TILE):
-                dx = _gradient(tl.load(logits_ptr + start + lane), start + lane, label, lse2, slope)
+                x = tl.load(logits_ptr + start + lane)
+                dx = _gradient(x, start + lane, label, lse2, slope, cap, CAPPED)
                 tl.store(logits_ptr + start + lane, dx)
                 top = larger(top, tl.abs(dx.to(tl.float32)))
             x = tl.load(logits_ptr + full + lane, mask=tail, other=0.0)
-            dx = _gradient(x, full + lane, label, lse2, slope)
+            dx = _gradient(x, full + lane, label, lse2, slope, cap, CAPPED)
             tl.store(logits_ptr + full + lane, dx, mask=tail)
             top = larger(top, tl.where(tail, tl.abs(dx.to(tl.float32)), 0.0))
             tl.store(largest_ptr + row, max_magnitude(top, 0))
 
 
 @cross_entropy_.cuda
-def _(logits, labels, ignore_index, z_loss, gradient):
+def _(logits, labels, ignore_index, z_loss, gradient, softcap=0.0):
     tokens, vocabulary = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     largest = losses.new_empty(tokens if gradient else 0)
@@ -182,7 +207,8 @@ def _(logits, labels, ignore_index, z_loss, gradient):
     if tokens:
         _cross_entropy_kernel[(tokens,)](
             rows, labels.contiguous(), losses, largest if gradient else losses, rows.stride(0), vocabulary,
-            ignore_index, float(z_loss), gradient, min(TILE, max(power_of_2(vocabulary), 128)), num_warps=WARPS,
+            ignore_index, float(z_loss), float(softcap), gradient, softcap != 0,
+            min(TILE, max(power_of_2(vocabulary), 128)), num_warps=WARPS,
         )  # fmt: skip
     if gradient and rows is not logits:
         logits.copy_(rows)
@@ -231,8 +257,8 @@ def _(x, factor):
 class _Head:
     """The head's three GEMMs in the operands' own dtype; one buffer holds the logits of each chunk in turn."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, rows: int) -> None:
-        self.hidden, self.weight = hidden, weight
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], rows: int) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
         self.dweight: Optional[Tensor] = None
         vocabulary = weight.shape[0]
         padded = -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -243,7 +269,10 @@ class _Head:
 
     def logits(self, rows: slice) -> Tensor:
         x = self.hidden[rows]
-        return torch.mm(x, self.weight.t(), out=self.buffer[: x.shape[0]])
+        out = self.buffer[: x.shape[0]]
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def add_gradients(
         self, logits: List[Tensor], _largest: Tensor, rows: slice, dhidden: Optional[Tensor], want_weight: bool
@@ -262,8 +291,8 @@ class _Head:
 class _Float8Head:
     """The head's three GEMMs in FP8, one scale per tensor: hidden and weight in E4M3, dx in `fmt`."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, fmt: str) -> None:
-        self.hidden, self.fmt, self.dtype = hidden, fmt, hidden.dtype
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], fmt: str) -> None:
+        self.hidden, self.bias, self.fmt, self.dtype = hidden, bias, fmt, hidden.dtype
         self.dweight: Optional[Tensor] = None
         self.amax = amax(hidden)
         self.w8, scales, amaxes = quantize_operands([weight], [1], [])
@@ -272,7 +301,7 @@ class _Float8Head:
 
     def logits(self, rows: slice) -> Tensor:
         x8, self.x8_t, self.x_scale = quantize_both(self.hidden[rows], self.amax, "e4m3")
-        return gemm(x8, self.w8, self.x_scale, self.w_scale, None, self.dtype, True)
+        return gemm(x8, self.w8, self.x_scale, self.w_scale, self.bias, self.dtype, True)
 
     def add_gradients(
         self, logits: List[Tensor], largest: Tensor, rows: slice, dhidden: Optional[Tensor], want_weight: bool
@@ -291,9 +320,10 @@ class _Float8Head:
 @op
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, fmt: Optional[str],
-    chunk_tokens: Optional[int], want_hidden: bool, want_weight: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the sum of the tokens' losses, 0-d FP32, and its gradients (T, H) and (V, H), a chunk at a time.
+    chunk_tokens: Optional[int], want_hidden: bool, want_weight: bool, bias: Optional[Tensor] = None,
+    want_bias: bool = False, softcap: float = 0.0,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the sum of the tokens' losses, 0-d FP32, and its gradients (T, H), (V, H) and (V,), a chunk at a time.
 
     It is one op, so that torch.compile does not change the chunks and their buffer.
 
@@ -301,30 +331,39 @@ def linear_cross_entropy(
         hidden: (T, H); weight: (V, H), of the same dtype; labels: (T,) int64.
         fmt: None for GEMMs in that dtype; "e5m2" or "e4m3" for FP8 GEMMs, with dx in that format.
         chunk_tokens: C, or None for `chunk_rows`.
-        want_hidden, want_weight: which gradients to compute; the others are empty, (0,).
+        want_hidden, want_weight, want_bias: which gradients to compute; the others are empty, (0,).
+        bias: (V,) of the same dtype, or None. softcap: of `cross_entropy_`.
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = hidden.contiguous(), weight.contiguous()
     dhidden = torch.empty_like(hidden) if want_hidden else None
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    dbias = losses.new_zeros(vocabulary) if want_bias else None
     size = max(min(chunk_tokens or chunk_rows(tokens, vocabulary, hidden.element_size()), tokens), 1)
-    head = _Head(hidden, weight, size) if fmt is None else _Float8Head(hidden, weight, fmt)
+    head = _Head(hidden, weight, bias, size) if fmt is None else _Float8Head(hidden, weight, bias, fmt)
     for start in range(0, tokens, size):
         rows = slice(start, min(start + size, tokens))
         logits = [head.logits(rows)]  # in a list, so that `add_gradients` can pop and free it
         losses[rows], largest = cross_entropy_(
-            logits[0], labels[rows], ignore_index, z_loss, want_hidden or want_weight
+            logits[0], labels[rows], ignore_index, z_loss, want_hidden or want_weight or want_bias, softcap
         )
+        if dbias is not None:
+            dbias += logits[0].sum(0, dtype=torch.float32)
         head.add_gradients(logits, largest, rows, dhidden, want_weight)
     dweight = torch.zeros_like(weight) if want_weight and not tokens else head.dweight
-    gradients = (hidden.new_empty(0) if grad is None else grad for grad in (dhidden, dweight))
+    dbias = None if dbias is None or bias is None else dbias.to(bias.dtype)
+    gradients = (hidden.new_empty(0) if grad is None else grad for grad in (dhidden, dweight, dbias))
     return losses.sum(), *gradients  # type: ignore[return-value]
 
 
 @linear_cross_entropy.fake
-def _(hidden, weight, labels, ignore_index, z_loss, fmt, chunk_tokens, want_hidden, want_weight):
+def _(
+    hidden, weight, labels, ignore_index, z_loss, fmt, chunk_tokens, want_hidden, want_weight,
+    bias=None, want_bias=False, softcap=0.0,
+):  # fmt: skip
     return (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape if want_hidden else (0,)),
         weight.new_empty(weight.shape if want_weight else (0,)),
+        weight.new_empty(weight.shape[0] if want_bias else 0),
     )

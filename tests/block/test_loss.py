@@ -28,13 +28,14 @@ def make(tokens=200, vocabulary=1000, dtype=torch.bfloat16, device="cpu", spread
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
 
 
-def truth(hidden, weight, labels, z_loss=0.0, reduction="mean"):
-    """Loss and the gradients of hidden and weight in FP64."""
-    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    x = h @ w.t()
+def truth(hidden, weight, labels, z_loss=0.0, reduction="mean", bias=None, softcap=0.0):
+    """Loss and the gradients of hidden and weight, and of a bias, in FP64."""
+    h, w, *b = (x.detach().double().requires_grad_() for x in (hidden, weight, bias) if x is not None)
+    x = h @ w.t() + sum(b)
+    x = softcap * torch.tanh(x / softcap) if softcap else x
     loss = F.cross_entropy(x, labels, reduction="sum") + z_loss * (x.logsumexp(1).square() * (labels != -100)).sum()
     loss = loss / (labels != -100).sum() if reduction == "mean" else loss
-    return loss.detach(), *torch.autograd.grad(loss, (h, w))
+    return loss.detach(), *torch.autograd.grad(loss, (h, w, *b))
 
 
 def run(hidden, weight, labels, **options):
@@ -54,6 +55,27 @@ def test_error_of_each_precision(fp8, db, off, vocabulary, device):
     assert abs(loss - exact_loss) < off
     measured = sqnr(exact_dhidden, dhidden), sqnr(exact_dweight, dweight)
     assert min(measured) > db, measured
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "db", "off"),
+    [(torch.float32, None, 120, 1e-6), (torch.bfloat16, None, 42, 0.003), (torch.bfloat16, "e5m2", 24, 0.02)],
+)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("chunk_tokens", [None, 64])
+def test_a_bias_and_a_cap(dtype, fp8, db, off, softcap, chunk_tokens, device):
+    hidden, weight, labels = make(vocabulary=1001, dtype=dtype, device=device)
+    bias = normal(1001, seed=3).to(device, dtype).requires_grad_()
+    options = {"bias": bias, "softcap": softcap}
+    loss = linear_cross_entropy(hidden, weight, labels, fp8=fp8, chunk_tokens=chunk_tokens, **options)
+    exact_loss, *exact = truth(hidden, weight, labels, **options)
+    assert abs(loss - exact_loss) < off
+    found = torch.autograd.grad(loss, (hidden, weight, bias))
+    measured = [sqnr(*pair) for pair in zip(exact, found, strict=True)]
+    assert min(measured) > db, measured
+    frozen = hidden.detach(), weight.detach()
+    alone = linear_cross_entropy(*frozen, labels, chunk_tokens=chunk_tokens, fp8=fp8, **options)
+    assert torch.equal(torch.autograd.grad(alone, bias)[0], found[2])
 
 
 def test_no_labels_at_all(device):
@@ -167,11 +189,14 @@ def test_peak_memory_is_one_chunk_and_the_gradients(fp8):
         (lambda h, w, y: (h, w, y[1:]), "one label for each hidden state"),
         (lambda h, w, y: (h, w, y.int()), "torch.int64"),
         (lambda h, w, y: (h.float(), w, y), "under torch.autocast"),
+        (lambda h, w, y: (h, w, y, w[:, 0].float()), "bias is torch.float32"),
+        (lambda h, w, y: (h, w, y, w[0]), "one for each of the 1000 rows"),
     ],
 )
 def test_wrong_inputs_are_refused(change, message):
+    hidden, weight, labels, *bias = change(*make())
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(*change(*make()))
+        linear_cross_entropy(hidden, weight, labels, bias=bias[0] if bias else None)
 
 
 def test_autocast(device):

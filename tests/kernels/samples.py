@@ -231,11 +231,15 @@ def _loss() -> None:
         for x, gradient in ((logits, True), (logits, False), (padded, True), (strided(logits), True)):
             add("cross_entropy_", x, labels, -100, 1e-3, gradient)
             add("multiply_", x, torch.tensor(1 / 3))
+        add("cross_entropy_", logits, labels, -100, 1e-3, True, 2.0)
+        bias = normal(vocabulary, dtype=dtype, seed=2)
         hidden, weight = normal(tokens, columns, dtype=dtype), normal(vocabulary, columns, dtype=dtype, seed=1)
         for fmt, chunk in ((None, None), (None, 16), ("e5m2", 16), ("e4m3", None)):
             add("linear_cross_entropy", hidden, weight, labels, -100, 0.0, fmt, chunk, True, True)
         add("linear_cross_entropy", hidden, weight, labels, -100, 1e-3, None, 5, False, tokens > 7)
         add("linear_cross_entropy", hidden, strided(weight), labels, -100, 0.0, "e5m2", 5, tokens > 7, False)
+        for fmt, wanted in ((None, True), ("e5m2", True), (None, False)):
+            add("linear_cross_entropy", hidden, weight, labels, -100, 0.0, fmt, 5, True, True, bias, wanted, 2.0)
 
 
 def _blockwise() -> None:

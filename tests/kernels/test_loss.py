@@ -30,34 +30,35 @@ def make(tokens, vocabulary, dtype=torch.bfloat16, device="cpu"):
 
 
 def head(hidden, weight, labels, z_loss=0.0, fmt=None, chunk_tokens=None, wanted=(True, True)):
-    return ops.linear_cross_entropy(hidden, weight, labels, -100, z_loss, fmt, chunk_tokens, *wanted)
+    return ops.linear_cross_entropy(hidden, weight, labels, -100, z_loss, fmt, chunk_tokens, *wanted)[:3]
 
 
 def logits(hidden, weight, chunk_tokens):
     """The head's logits: the same products, so the same roundings."""
     size = chunk_tokens or len(hidden)
-    products = ops._Head(hidden, weight, size)
+    products = ops._Head(hidden, weight, None, size)
     rows = [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
     return torch.cat([products.logits(part).clone() for part in rows])
 
 
-def truth(x, labels, z_loss=0.0):
+def truth(x, labels, z_loss=0.0, softcap=0.0):
     """Losses and the gradient of their sum, by torch's own functions in FP64."""
     x = x.detach().double().requires_grad_()
-    losses = F.cross_entropy(x, labels, reduction="none") + z_loss * x.logsumexp(1).square() * (labels != -100)
+    y = softcap * torch.tanh(x / softcap) if softcap else x
+    losses = F.cross_entropy(y, labels, reduction="none") + z_loss * y.logsumexp(1).square() * (labels != -100)
     losses.sum().backward()
     return losses.detach(), x.grad
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 61])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("z_loss", [0.0, Z])
-def test_loss_and_gradient_in_place(tokens, vocabulary, z_loss, device):
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, 0.0), (Z, 0.0), (0.0, 4.0), (Z, 30.0)])
+def test_loss_and_gradient_in_place(tokens, vocabulary, z_loss, softcap, device):
     hidden, weight, labels = make(tokens, vocabulary, torch.float32, device)
     x = hidden @ weight.t()
-    expected, dx = truth(x, labels, z_loss)
-    alone, nothing = ops.cross_entropy_(x, labels, -100, z_loss, False)
-    losses, largest = ops.cross_entropy_(x, labels, -100, z_loss, True)
+    expected, dx = truth(x, labels, z_loss, softcap)
+    alone, nothing = ops.cross_entropy_(x, labels, -100, z_loss, False, softcap)
+    losses, largest = ops.cross_entropy_(x, labels, -100, z_loss, True, softcap)
     assert torch.equal(alone, losses)
     assert nothing.numel() == 0
     assert torch.equal(largest, x.abs().amax(1))
@@ -191,14 +192,15 @@ def assert_same(ours, theirs, y):
 @pytest.mark.parametrize(
     ("dtype", "z_loss", "extra"), [(torch.bfloat16, 0.0, 0), (torch.float32, 1e-3, 31), (torch.float16, 1e-3, 0)]
 )
-def test_loss_and_gradient_kernel(shape, dtype, z_loss, extra):
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_loss_and_gradient_kernel(shape, dtype, z_loss, extra, softcap):
     y = row_labels(*shape)
     ours, theirs = row_logits(*shape, dtype, extra), row_logits(*shape, dtype)
-    alone, nothing = ops.cross_entropy_.kernel(ours, y, -100, z_loss, False)
+    alone, nothing = ops.cross_entropy_.kernel(ours, y, -100, z_loss, False, softcap)
     assert nothing.numel() == 0
     assert torch.equal(ours, theirs), "without a gradient the logits stay"
-    losses, largest = ops.cross_entropy_.kernel(ours, y, -100, z_loss, True)
-    expected, _ = ops.cross_entropy_.reference(theirs, y, -100, z_loss, True)
+    losses, largest = ops.cross_entropy_.kernel(ours, y, -100, z_loss, True, softcap)
+    expected, _ = ops.cross_entropy_.reference(theirs, y, -100, z_loss, True, softcap)
     assert torch.equal(alone, losses)
     assert torch.equal(largest, ours.abs().amax(1).float())
     assert_same((losses, ours), (expected, theirs), y)
