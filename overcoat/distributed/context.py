@@ -130,6 +130,8 @@ def _why_not(model: Any) -> Optional[str]:
         return "overcoat.convert has not given it a loss without logits"
     if model.overcoat_spec.vision:
         return "images lie in its rows"
+    if not model.overcoat_spec.shifts:
+        return "it computes its loss by itself, of labels that it does not shift"
     if (reason := why_head_replaced(model)) is not None:
         return reason
     kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")

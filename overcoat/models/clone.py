@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch
@@ -59,7 +59,7 @@ class Cloner:
             )
         vars(clone)["_buffers"] = {name: self._buffer(module, name, x) for name, x in module._buffers.items()}
         if owned:
-            vars(clone)["_parameters"] = {name: self._random(name, p) for name, p in module._parameters.items()}
+            vars(clone)["_parameters"] = {name: self.random(name, p) for name, p in module._parameters.items()}
             vars(clone)["_modules"] = {
                 name: None if part is None else self.layer(part) for name, part in module._modules.items()
             }
@@ -76,7 +76,7 @@ class Cloner:
             self.configs[id(value)] = shortened(value)
         return self.configs[id(value)]
 
-    def _random(self, name: str, parameter: Optional[Tensor]) -> Optional[Tensor]:
+    def random(self, name: str, parameter: Optional[Tensor]) -> Optional[Tensor]:
         """Random weights that keep a value's size, random norms around 1, random biases."""
         if parameter is None or id(parameter) in self.made:
             return None if parameter is None else self.made[id(parameter)]
@@ -107,7 +107,7 @@ def with_parts(cloner: Cloner, module: Any, parts: dict[str, nn.Module]) -> Any:
     """Return a clone of a module, with other parts in the places of those named."""
     clone = cloner.layer(module, owned=False)
     modules = dict(module._modules)
-    vars(clone)["_parameters"] = {}
+    vars(clone)["_parameters"] = {name: cloner.random(name, p) for name, p in module._parameters.items()}
     for name in modules:
         inner = {path[len(name) + 1 :]: part for path, part in parts.items() if path.startswith(f"{name}.")}
         if name in parts:
@@ -118,6 +118,20 @@ def with_parts(cloner: Cloner, module: Any, parts: dict[str, nn.Module]) -> Any:
             modules[name] = cloner.layer(modules[name])
     vars(clone)["_modules"] = modules
     return clone
+
+
+def stand_in(module: nn.Module, configs: dict[int, Any], result: Callable[..., Any]) -> Any:
+    """Return a module of the same class, attributes and parts but for lists, that notes what it is given in `given`."""
+    cloner = Cloner(torch.device("cpu"), configs, zeros=True)
+    cloner.made.update({id(part): nn.ModuleList() for part in module.modules() if isinstance(part, nn.ModuleList)})
+    part = cloner.layer(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        vars(part)["given"] = [*args, *kwargs.values()]
+        return result(*args, **kwargs)
+
+    vars(part).update({name: OrderedDict() for name in HOOKS}, given=[], forward=forward)
+    return part
 
 
 def _origin(hook: Any) -> str:

@@ -242,7 +242,9 @@ def _new(mixin: Any, original: Any) -> Any:
 class ModelSpec(NamedTuple):
     """A model's class, and the paths of its parts: the text layers' owner (with the final norm `norm`), the last linear
     layer, the vision tower and what leads from there to the text ("" where there is none); what the owner calls its
-    layers; and whether the model looks into its attention_mask before the text's owner gets it."""
+    layers; whether the model looks into its attention_mask before the text's owner gets it; whether its loss function
+    shifts labels (else it computes its loss by itself, of labels as they are); and the name that the configuration of
+    its text has for c, if logits x become c * tanh(x / c)."""
 
     module: str
     name: str
@@ -252,6 +254,13 @@ class ModelSpec(NamedTuple):
     connector: str = ""
     stack: str = "layers"
     reads_mask: bool = False
+    shifts: bool = True
+    cap: str = "final_logit_softcapping"
+
+
+def logit_cap(model: Any, spec: ModelSpec) -> float:
+    """Return c, or 0 where logits are not capped."""
+    return float(getattr(model.config.get_text_config(), spec.cap, None) or 0.0)
 
 
 def _of(

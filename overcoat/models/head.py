@@ -1,6 +1,6 @@
 """The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
 
-The models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
+The models end alike: final norm, `lm_head` (a linear layer, perhaps tied to the embedding), perhaps a soft cap,
 `ForCausalLMLoss` on shifted labels; where these lie says family.py. The model, its lm_head and its final norm get
 subclasses of their own classes, as the layers do (convert.py), with the same parameters and names:
 
@@ -38,6 +38,7 @@ from overcoat.models.family import (
     class_name,
     families,
     family_of,
+    logit_cap,
     mixed,
     model_spec_of,
     original_class,
@@ -56,7 +57,7 @@ from overcoat.models.fingerprint import (
 )
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask, mask_makers, owners_of
-from overcoat.models.output import refuse_second_call, without_logits
+from overcoat.models.output import REMEDY, refuse_second_call, without_logits
 from overcoat.models.refusals import why_partitioned
 from overcoat.models.verify import is_rms_norm, verify_loss
 from overcoat.recipe import Recipe
@@ -65,15 +66,15 @@ from overcoat.recipe import Recipe
 class LossHead(nn.Linear):
     """lm_head with a second face: given `overcoat_loss`, the loss of its logits instead of the logits."""
 
-    # hidden (..., H) and the weight -> the loss, 0-d FP32; set while the model runs for its loss alone.
-    overcoat_loss: Optional[Callable[[Tensor, Tensor], Tensor]] = None
+    # hidden (..., H), the weight and the bias -> the loss, 0-d FP32; set while the model runs for its loss alone.
+    overcoat_loss: Optional[Callable[[Tensor, Tensor, Optional[Tensor]], Tensor]] = None
 
     def forward(self, input: Tensor) -> Tensor:
         """input (..., H) -> logits (..., V), or their loss."""
         if self.overcoat_loss is None:
             return super().forward(input)
         loss, self.overcoat_loss = self.overcoat_loss, refuse_second_call
-        return loss(input, self.weight)
+        return loss(input, self.weight, self.bias)
 
 
 class FinalNorm(Mixin):
@@ -178,20 +179,26 @@ class LeanLossModel(Mixin):
         as_tuple = inputs.pop("return_dict", None) is False
         if not self.overcoat_spec.reads_mask:
             inputs["attention_mask"] = causal_mask(self, inputs)
-        images = without_waiting(self) if self.overcoat_spec.vision else contextlib.nullcontext()
-        with images, _lean(self, functools.partial(self._loss, labels=labels, inputs=inputs)):
-            outputs = self._own_forward(**inputs, labels=labels, return_dict=True)
+        spec = self.overcoat_spec
+        images = without_waiting(self) if spec.vision else contextlib.nullcontext()
+        # A loss that the model computes by itself takes neither of the others' arguments.
+        given = inputs if spec.shifts else {"shift_labels": labels}
+        with images, _lean(self, functools.partial(self._loss, labels=labels, inputs=given), labels) as loss_of:
+            outputs = self._own_forward(**inputs, labels=labels if spec.shifts else None, return_dict=True)
+        loss = outputs.loss if spec.shifts else loss_of(outputs.logits, labels)
         kind: Any = type(outputs)
         if says_so and not torch.compiler.is_compiling():
             kind = without_logits(kind)
-        result = kind(**{name: value for name, value in outputs.items() if name != "logits"})
+        others = {name: value for name, value in outputs.items() if name not in ("loss", "logits")}
+        result = kind(loss=loss, **others)
         if not as_tuple:
             return result
-        loss, *others = result.to_tuple()
         place = [getattr(result, "logits", None)] if says_so else []  # whether compiled or not, others keep theirs
-        return (loss, *place, *others)
+        return (loss, *place, *result.to_tuple()[1:])
 
-    def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _loss(
+        self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], labels: Tensor, inputs: dict[str, Any]
+    ) -> Tensor:
         (targets, ignore_index), num_items = shifted(labels, inputs), inputs.get("num_items_in_batch")
         if targets.numel() != hidden.shape[:-1].numel():
             raise ValueError(
@@ -199,7 +206,7 @@ class LeanLossModel(Mixin):
             )
         scale = _logit_scale(self)
         if scale != 1.0:
-            hidden = hidden * scale
+            hidden, bias = hidden * scale, None if bias is None else bias * scale
         loss = linear_cross_entropy(
             hidden,
             weight,
@@ -208,6 +215,8 @@ class LeanLossModel(Mixin):
             reduction="mean" if num_items is None else "sum",
             z_loss=self.overcoat_recipe.z_loss if self.training else 0.0,
             fp8=self.overcoat_recipe.grad_format if self.overcoat_recipe.head == "fp8" else None,
+            bias=bias,
+            softcap=logit_cap(self, self.overcoat_spec),
         )
         if num_items is None:
             return loss
@@ -222,23 +231,34 @@ def shifted(labels: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
 
 
 @contextlib.contextmanager
-def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, lm_head returns `loss` of what it gets, and the final norm is one op."""
+def _lean(model: Any, loss: Callable[..., Tensor], labels: Tensor) -> Iterator[Callable[..., Tensor]]:
+    """Inside, lm_head returns `loss` of what it gets, and the final norm is one op. Gives what finds this loss again,
+    given what the model made of it."""
     head, norm, own = model.get_submodule(model.overcoat_spec.head), _final_norm(model), model.loss_function
     is_set = hasattr(model, "_loss_function")  # else transformers looks it up for each call
     backbone = _backbone(model)
     is_fusable = isinstance(norm, FinalNorm) and norm.overcoat_plain
-    scale = _logit_scale(model)
+    scale, cap = _logit_scale(model), logit_cap(model, model.overcoat_spec)
+    made: list[Tensor] = []
 
-    def made_by_head(logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        # The model multiplies what it takes for logits; `loss` has been told of that before the product.
+    def loss_of_head(*args: Any) -> Tensor:
+        made.append(loss(*args))
+        return made[0]
+
+    def made_by_head(logits: Tensor, given: Optional[Tensor] = None, *_: Any, **others: Any) -> Tensor:
+        given = others.get("labels", given)
+        if given is not labels and (given is None or given.device == labels.device):
+            raise ValueError(f"this model made other labels of those that it was given: {REMEDY}")
+        # The model multiplies or caps what it takes for logits; `loss` has been told of that before the product.
+        if cap:
+            return made[0].to(logits.device)
         return logits if scale == 1.0 else logits / scale
 
-    model.loss_function, head.overcoat_loss, backbone.overcoat_is_lean = made_by_head, loss, True
+    model.loss_function, head.overcoat_loss, backbone.overcoat_is_lean = made_by_head, loss_of_head, True
     if is_fusable:
         norm.overcoat_fused = True
     try:
-        yield
+        yield made_by_head
     finally:
         model.loss_function, head.overcoat_loss, backbone.overcoat_is_lean = own, None, False
         if not is_set:
@@ -305,8 +325,6 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
     if "forward" in vars(head) and not (isinstance(head, LossHead) and hasattr(head, "_hf_hook")):
         # By transformers' tp_plan, or who changes logits; accelerate's only moves what LossHead's own returns.
         return "the forward of lm_head was replaced on the object"
-    if head.bias is not None:
-        return "lm_head has a bias"
     if head.weight.dtype == torch.float16:
         return "lm_head is FP16, in which the gradient of a summed loss may overflow: use BF16"
     if getattr(model.config, "output_router_logits", False):
@@ -342,12 +360,8 @@ def _check_loss(model: Any, spec: ModelSpec) -> Checked:
     fingerprint = Fingerprint(places=places, methods=methods)
     if (own := vars(model).get("_loss_function")) is not None and own not in LOSS_MAPPING.values():
         return Checked(fingerprint, _makers(model), f"the loss function is {getattr(own, '__name__', own)}")
-    softcap = getattr(text, "final_logit_softcapping", None)
-    if softcap is not None:
-        reason = f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap"
-        return Checked(fingerprint, _makers(model), reason)
     family = family_of(model)
-    found = verify_loss(model, spec, 1.0 if family is None else family.logit_scale(model))
+    found = verify_loss(model, spec, 1.0 if family is None else family.logit_scale(model), logit_cap(model, spec))
     return Checked(fingerprint, _makers(model), found.difference)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from overcoat.block import reference
 from overcoat.block.spec import Block, Norm, Tables
-from overcoat.models.clone import Cloner, UnverifiableError, fits, twin_of, with_parts
+from overcoat.models.clone import Cloner, UnverifiableError, fits, stand_in, twin_of, with_parts
 from overcoat.models.decoder import (
     as_called,
     as_they_are,
@@ -473,12 +473,13 @@ class _Outputs:
         return None
 
 
-def verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
-    """Return how closely a causal model's own loss agrees with the cross-entropy of scale * lm_head(hidden), shifted:
-    the mean over tokens with labels, and the sum by `num_items_in_batch`; loss and gradient of the hidden states."""
+def verify_loss(model: Any, spec: ModelSpec, scale: float, cap: float) -> Verified:
+    """Return how closely a causal model's own loss agrees with the cross-entropy of scale * lm_head(hidden), capped and
+    shifted as `spec` has it: the mean over tokens with labels, and the sum by `num_items_in_batch`; loss and gradient
+    of what lm_head gets."""
     try:
         with undisturbed():
-            return _verify_loss(model, spec, scale)
+            return _verify_loss(model, spec, scale, cap)
     except Exception as error:
         return Verified(reason=f"{error!r:.100}")
 
@@ -498,35 +499,54 @@ def is_rms_norm(norm: Any, plus_one: bool = False) -> bool:
         return decibels(reference.norm(x, Norm(weight, None, norm_eps(norm))), found) >= LIMIT_DB
 
 
-def _verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
-    configs = {id(model.config): copy.copy(model.config)}
-    config = configs[id(model.config)]
+def with_vocabulary(config: Any, size: int) -> dict[int, Any]:
+    """Return the configuration's copy of another vocabulary, by its id, for a `Cloner`."""
+    made = copy.copy(config)
     text = config.get_text_config()
-    if text is not config:
-        name = next(name for name, value in vars(config).items() if value is text)
-        setattr(config, name, text := copy.copy(text))
-    text.vocab_size = config.vocab_size = VOCAB
-    cpu = torch.device("cpu")
+    for name in [name for name, value in vars(config).items() if value is text]:
+        setattr(made, name, copy.copy(text))
+    made.get_text_config().vocab_size = made.vocab_size = size
+    return {id(config): made}
+
+
+def _verify_loss(model: Any, spec: ModelSpec, scale: float, cap: float) -> Verified:
     generator = torch.Generator().manual_seed(3)
-    width = 32
-    weight, x = (torch.randn(n, width, generator=generator) for n in (VOCAB, ROWS * LENGTH))
-    leaf = x.view(ROWS, LENGTH, width).requires_grad_()
-    head, stub = nn.Linear(width, VOCAB, bias=False), nn.Module()
+    own_head, configs = model.get_submodule(spec.head), with_vocabulary(model.config, VOCAB)
+    width = own_head.in_features
+    leaf = torch.randn((ROWS, LENGTH, width), generator=generator).requires_grad_()
+    # Logits of a standard deviation of 6, of any width.
+    weight = torch.randn((VOCAB, width), generator=generator) * (32 / width) ** 0.5
+    bias = None if own_head.bias is None else torch.randn(VOCAB, generator=generator)
+    head, taken = nn.Linear(1, VOCAB, bias=False), []
     head.weight = nn.Parameter(weight, requires_grad=False)
-    vars(stub)["forward"] = lambda *args, **kwargs: _Outputs(leaf)
-    clone = with_parts(Cloner(cpu, configs), model, {spec.text.partition(".")[0]: stub, spec.head: head})
+    head.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    def result_of_head(x: Tensor) -> Tensor:
+        taken.append(x)
+        return nn.Linear.forward(head, x)  # it may be patched
+
+    vars(head)["forward"] = result_of_head
+    top, *path = spec.text.split(".")
+    stub = stand_in(model.get_submodule(top), configs, lambda *_, **__: _Outputs(leaf))
+    stub._modules.update(dict.fromkeys(path, stub))  # the model may call what is inside
+    cloner = Cloner(torch.device("cpu"), configs)
+    cloner.made[id(own_head)] = head
+    clone = with_parts(cloner, model, {top: stub, spec.head: head})
     vars(clone)["vocab_size"] = VOCAB
     ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
     labels = ids.masked_fill(ids < 9, -100)
+    targets = (labels[:, 1:] if spec.shifts else labels).flatten()
     worst, compared = math.inf, ""
     for title, given in {"mean": {}, "sum": {"num_items_in_batch": 17}}.items():
         own = original_class(model).forward(clone, input_ids=ids, labels=labels, return_dict=True, **given).loss
-        logits = (scale * leaf @ weight.t())[:, :-1].reshape(-1, VOCAB)
-        targets = labels[:, 1:].flatten()
+        x = taken[-1]
+        logits = scale * (x @ weight.t() + (0.0 if bias is None else bias))
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        logits = (logits[:, :-1] if spec.shifts else logits).reshape(-1, VOCAB)
         nll = (logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0])[targets >= 0]
-        expected = nll.mean() if not given else nll.sum() / 17
-        pairs = {"loss": (expected, own), "gradient": [torch.autograd.grad(y, leaf)[0] for y in (expected, own)]}
-        for what, (ours, theirs) in pairs.items():
+        expected = nll.sum() / 17 if given and spec.shifts else nll.mean()
+        gradients = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in (expected, own)]
+        for what, (ours, theirs) in {"loss": (expected, own), "gradient": gradients}.items():
             if not (found := decibels(theirs, ours)) >= worst:
                 worst, compared = found, f"{what}, {title}"
     return Verified(worst, None, compared)

@@ -341,7 +341,7 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
     materializing logits if the model's head is converted."""
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **batch.images}
     model = base_model(model)
-    if isinstance(model, LeanLossModel):
+    if isinstance(model, LeanLossModel) and model.overcoat_spec.shifts:
         # The labels are shifted already; divided by one item, the loss is the sum.
         labels = {"labels": batch.labels, "shift_labels": batch.labels, "num_items_in_batch": 1}
         return model(**inputs, **labels, cu_seq_lens_q=batch.document_starts, output_logits=False).loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -288,30 +289,77 @@ def test_large_layers_and_weights_that_are_not_there(kind: str, monkeypatch: pyt
 # ---- the model's end --------------------------------------------------------------------------------------------
 
 
+ENDS = (
+    "granite_swa",  # divides logits
+    "cohere2_moe",
+    "biogpt",
+    "gpt_bigcode",
+    "nanochat",  # caps logits
+    "recurrent_gemma",  # by another name
+    "phi",  # a bias
+    "modernbert-decoder",  # a part between hidden states and the linear layer, which has a bias
+    "bart",  # its own cross-entropy, of labels that are not shifted
+    "opt",  # calls what is inside of its `model`
+    "big_bird",  # calls a method of its layers' owner
+    "got_ocr2",  # a tower beside the text
+    "phi4_multimodal",  # towers inside of it
+)
+SCALES = {"granite_swa": {"logits_scaling": 0.7}, "cohere2_moe": {"logit_scale": 0.7}}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_the_loss_without_logits_is_the_models_own(kind: str) -> None:
+    """In FP32, beside the model's own forward, whatever its signature takes."""
+    original: Any = build(kind, **SCALES.get(kind, {})).float()
+    model = copy.deepcopy(original)
+    report = overcoat.convert(model, Recipe(fp8=False))
+    assert report.head is not None
+    assert report.head.converted, report.head.detail
+    parameters = inspect.signature(type(original).forward).parameters
+    options = [{}, {"num_items_in_batch": 9}, {"shift_labels": torch.randint(VOCAB, (2, 20))}]
+    for rows in ("causal", "left-padded", "packed")[: 3 if "position_ids" in parameters else 2]:
+        for option in options[: 3 if "kwargs" in parameters else 1]:
+            inputs = {**make_batch(rows, length=20), **option, "use_cache": False}
+            inputs["labels"][:, 3:6] = -100
+            expected, found = (trained(each, inputs) for each in (original, model))
+            assert model.overcoat_ran == "loss without logits"
+            torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-5, atol=0)
+            assert found.keys() == expected.keys()
+            largest = max(float(grad.norm()) for grad in expected.values())
+            far = {name: float((found[name] - grad).norm() / largest) for name, grad in expected.items()}
+            assert max(far.values()) < 1e-5, max(far, key=far.__getitem__)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("nanochat", "its logits are no multiple"),  # but capped
-        ("bart", "its end could not be tried"),  # its own cross-entropy
-        ("phi", "lm_head has a bias"),
-        ("granite_swa", None),  # divides logits
-        ("cohere2_moe", None),
-        ("biogpt", None),
-        ("gpt_bigcode", None),
+        ("inkling_text", "its end could not be tried"),  # drops logits of a padded vocabulary
+        ("dory", "not nn.Linear"),
     ],
 )
-def test_the_loss_without_logits_is_believed_where_it_is_the_same(kind: str, reason: Any) -> None:
-    fields = {"logits_scaling": 0.7} if kind == "granite_swa" else {"logit_scale": 0.7} if kind == "cohere2_moe" else {}
-    model = build(kind, **fields)
-    inputs = make_batch(length=20)
-    report = overcoat.convert(model)
+def test_other_ends_keep_their_logits(kind: str, reason: str) -> None:
+    report = overcoat.convert(build(kind))
     assert report.head is not None
-    assert report.head.converted == (reason is None)
-    assert reason is None or reason in report.head.detail
-    if reason is None:
-        lean, full = model(**inputs), model(**inputs, output_logits=True)
-        assert getattr(lean, "logits", None) is None or not isinstance(lean.logits, torch.Tensor)
-        torch.testing.assert_close(lean.loss.float(), full.loss.float(), rtol=2e-3, atol=2e-3)
+    assert not report.head.converted
+    assert reason in report.head.detail
+
+
+def test_a_model_that_makes_other_labels_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some do where there are images."""
+    model: Any = build("stablelm")
+    own = type(model).forward
+
+    def forward(self: Any, *args: Any, labels: Any = None, **options: Any) -> Any:
+        return own(self, *args, labels=labels.clone() if hasattr(self, "masks_labels") else labels, **options)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    overcoat.convert(model)
+    inputs = make_batch(length=20)
+    model(**inputs)
+    model.masks_labels = True
+    with pytest.raises(ValueError, match="made other labels of those that it was given"):
+        model(**inputs)
+    assert model(**inputs, output_logits=True).loss.isfinite()
 
 
 def test_checkpoints_and_later_numbers_of_the_layer_itself() -> None:
