@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from overcoat.block import offload
+from overcoat.estimate.delta_rule import library_delta_rule
 from overcoat.estimate.fsdp import shard
 from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter, own
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
@@ -114,6 +115,7 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         meter.watch_resizes(),
         meter,
         alike_blocks(meter),
+        library_delta_rule(of.model),
         offload.separate(META) as transfers,
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)
@@ -138,7 +140,14 @@ def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: 
     """Predict `overcoat.memory.record_kept`'s report of one forward pass, by op and tensor."""
     setup = replace(setup, replicated=False)
     model, meter = trained_model(config, setup).model, Meter(not setup.document_mask, Work())
-    with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
+    with (
+        _refusing_values(config),
+        meter,
+        LibraryAttention(),
+        library_delta_rule(model),
+        offload.separate(META),
+        record_kept(model) as kept,
+    ):
         loss_of(model, batch, sequence)
     return kept
 

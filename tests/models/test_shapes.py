@@ -11,7 +11,7 @@ from transformers import LlamaConfig, T5Config
 from overcoat.models.dummy_batch import model_class
 from overcoat.models.shapes import MODELS, load_model_config
 
-# Millions of parameters, from the models' cards; of gemma-3-12b its text's; COAT's 1B is no model of a card.
+# Millions of parameters, from the models' cards; of models that see their text's; COAT's 1B is no model of a card.
 PARAMETERS = {
     "124m": 124.3,
     "smollm2-135m": 134.5,
@@ -26,6 +26,13 @@ PARAMETERS = {
     "qwen3-8b": 8190.7,
     "qwen3-vl-8b": 8767.1,
     "gemma-3-12b": 11766.0,
+    "qwen3.5-9b": 8953.8,
+    "olmo-hybrid-7b": 7430.9,
+    "gemma-4-e2b": 4628.6,
+    "gemma-4-e4b": 7463.0,
+    "gemma-4-12b": 11907.4,
+    "gemma-4-31b": 30697.3,
+    "llama-4-scout": 107769.9,
     "llama-2-13b": 13015.9,
     "phi-4": 14659.5,
     "llama-30b": 32528.9,
