@@ -168,7 +168,7 @@ def decibels(signal: Tensor, noise: Tensor) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = f"{', '.join(MODELS)} with 2048 tokens in a row or as many as it says, or all (default 7b-s2048)"
-    parser.add_argument("--shapes", nargs="*", metavar="MODEL[-sTOKENS]", default=["7b-s2048"], help=shapes)
+    parser.add_argument("--shapes", nargs="*", metavar="MODEL[.KIND][-sTOKENS]", default=["7b-s2048"], help=shapes)
     against = "also the SQNR of every result against FP64 (default of MODEL: llama-2-7b)"
     parser.add_argument("--accuracy", nargs="?", const="llama-2-7b", metavar="MODEL", help=against)
     parser.add_argument("--planted", action="store_true", help="accuracy with large norm weights and a large channel")

@@ -161,7 +161,7 @@ def run(parsed: argparse.Namespace) -> int:
     billions = prediction.parameters / 1e9
     count = f"{billions:.3f} B" if billions >= 0.01 else f"{billions * 1e3:.3f} M"
     print(f"{count} parameters, batch {batch} x {sequence} tokens{gpus}")
-    for line in filter(None, (note, table.not_converted(prediction))):
+    for line in filter(None, (note, table.not_converted(prediction), table.assumed(prediction))):
         print(fit_terminal(line))
     print(table.component_table(prediction))
     if times is not None:

@@ -75,13 +75,23 @@ class _OnMeta:
     __hash__ = None  # type: ignore[assignment]
 
 
+def has_delta_rule(model: nn.Module) -> bool:
+    """True if a model has layers of Gated DeltaNet."""
+    return bool(_files(model))
+
+
+def _files(model: nn.Module) -> set[Any]:
+    """Return the Python modules of a model's layers of Gated DeltaNet."""
+    layers = [layer for layer in model.modules() if hasattr(layer, "conv1d")]
+    return {file for layer in layers if hasattr(file := sys.modules[type(layer).__module__], RULE)}
+
+
 @contextlib.contextmanager
-def library_delta_rule(model: nn.Module) -> Iterator[bool]:
+def library_delta_rule(model: nn.Module) -> Iterator[None]:
     """Run a model's gated delta rule by the library's shapes inside the context, and the convolution before it in
-    PyTorch. Yields True if the model has one."""
-    files = {file for layer in model.modules() if hasattr(file := sys.modules[type(layer).__module__], RULE)}
+    PyTorch."""
     with contextlib.ExitStack() as stack:
-        for file in files:
+        for file in _files(model):
             for name, replacement in ((RULE, _delta_rule), (CONVOLUTION, inspect.unwrap(getattr(file, CONVOLUTION)))):
                 stack.enter_context(mock.patch.object(file, name, _OnMeta(getattr(file, name), replacement)))
-        yield bool(files)
+        yield

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
+from overcoat.estimate.delta_rule import has_delta_rule
 from overcoat.estimate.dry_run import KEPT, DryRun, LossOf, Trained, dry_run, kept_tensors, own_loss, trained_model
 from overcoat.estimate.fsdp import part_bytes
 from overcoat.estimate.meter import GATHERED, GRADIENTS
@@ -56,6 +57,7 @@ class Prediction:
         handle_bytes: cuBLAS' workspaces on Hopper, of what lasts, for each thread that multiplies: that of the forward
             and autograd's; a CPU has none.
         report: what `convert` did.
+        has_delta_rule: True if layers of Gated DeltaNet are counted as flash-linear-attention's (delta_rule.py).
     """
 
     setup: Setup
@@ -69,6 +71,7 @@ class Prediction:
     host_bytes: int
     report: Report
     by_phase: list[dict[str, int]]
+    has_delta_rule: bool = False
     handle_bytes: ClassVar[int] = 2 * 32 * 2**20
 
     @property
@@ -125,7 +128,16 @@ class Predictor:
         fullest = peaks.index(max(peaks))
         components, moment = by_phase[fullest], phases[fullest].label
         count = sum(parameter.numel() for parameter in model.parameters)
-        work_done = (components, moment, phases, count, host + run.host, model.report, by_phase)
+        work_done = (
+            components,
+            moment,
+            phases,
+            count,
+            host + run.host,
+            model.report,
+            by_phase,
+            has_delta_rule(model.model),
+        )
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:

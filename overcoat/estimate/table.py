@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Optional
 
+from overcoat.estimate.delta_rule import ASSUMED
 from overcoat.estimate.fit import Advice, Room
 from overcoat.estimate.predict import Prediction
 from overcoat.estimate.times import ERROR, HOSTS, Cluster, Times
@@ -59,6 +60,11 @@ def not_converted(prediction: Prediction) -> str:
     return f"{count} of {len(prediction.report.layers)} decoder layers keep their precision: {'; '.join(reasons)}"
 
 
+def assumed(prediction: Prediction) -> str:
+    """Return a line on what the estimate assumes of other libraries, or ""."""
+    return ASSUMED if prediction.has_delta_rule else ""
+
+
 def rung_table(room: Room, advice: Advice) -> str:
     """Format the requested setup and each change on top of the previous one: bytes allocated (as PyTorch will report
     them) and needed, largest batch, price."""
@@ -92,7 +98,7 @@ def recommendation(room: Room, advice: Advice) -> str:
 def as_data(prediction: Prediction, room: Optional[Room], advice: Optional[Advice]) -> dict[str, Any]:
     """Return the whole estimate as plain data, sizes in bytes."""
     plain = ("components", "moment", "peak_bytes", "slack_bytes", "context_bytes", "total_bytes", "host_bytes")
-    data = {name: getattr(prediction, name) for name in ("parameters", "batch", "sequence", "gpus")}
+    data = {name: getattr(prediction, name) for name in ("parameters", "batch", "sequence", "gpus", "has_delta_rule")}
     data["setup"] = dataclasses.asdict(prediction.setup)
     data |= {name: getattr(prediction, name) for name in plain}
     data["left_alone"] = prediction.report.left_alone

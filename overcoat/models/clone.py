@@ -92,8 +92,8 @@ class Cloner:
         if x is None:
             return None
         if x.device.type == "meta":  # of rotary embeddings, which are made of their configuration
-            if self.zeros and any(p is not None for p in module._parameters.values()):
-                return torch.zeros(x.shape, device=self.device)  # an embedding's scale
+            if self.zeros and "inv_freq" not in name:
+                return torch.zeros(x.shape, device=self.device)  # the scale of an embedding or of a layer (Gemma 4)
             if not hasattr(module, "config"):
                 raise UnverifiableError(f"the buffer {name} has no data")
             x = type(module)(config=module.config)._buffers[name]
@@ -153,10 +153,17 @@ def shortened(config: Any) -> Any:
 SMALL_HEADS = 4
 
 
+def config_of(layer: Any) -> tuple[Any, int]:
+    """Return a layer's configuration, or None, and its index. Where layers differ in size (Gemma 4), a model's own
+    configuration refuses to name one."""
+    config: Any = next((part.config for part in layer.modules() if hasattr(part, "config")), None)
+    index = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), 0)
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config, index
+
+
 def twin_of(layer: Any, configs: dict[int, Any]) -> Any:
     """Return a small layer of the same class and configuration, but for its sizes, with random parameters."""
-    config = next((part.config for part in layer.modules() if hasattr(part, "config")), None)
-    index = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), 0)
+    config, index = config_of(layer)
     if config is None:
         raise UnverifiableError("the layer is large, and has no configuration to make a small one of")
     small = copy.deepcopy(shortened(config))

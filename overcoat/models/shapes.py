@@ -72,10 +72,9 @@ _GEMMA_3 = sizes(3840, 15360, 48, 16, 8, 262208, head_dim=256, query_pre_attn_sc
 
 def gemma_4(*size: int, window: int, sliding: int, **more: Any) -> dict[str, Any]:
     """Keyword arguments of a dense Gemma 4's text model; sliding: layers with a window before each without."""
-    layers = size[2]
-    kinds = ["full_attention" if (i + 1) % (sliding + 1) == 0 else "sliding_attention" for i in range(layers)]
-    same = {"head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0}
-    return sizes(*size, **same, sliding_window=window, layer_types=kinds, **more)
+    kinds = ["full_attention" if (i + 1) % (sliding + 1) == 0 else "sliding_attention" for i in range(size[2])]
+    more.update(head_dim=256, global_head_dim=512, final_logit_softcapping=30.0, sliding_window=window)
+    return {**sizes(*size), **more, "layer_types": kinds}
 
 
 # The published config.json, of models that see its text_config. Gemma 4's and Llama 4's were not read at the source but

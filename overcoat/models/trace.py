@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.models import verify
-from overcoat.models.clone import Cloner, UnverifiableError, twin_of
+from overcoat.models.clone import Cloner, UnverifiableError, config_of, twin_of
 from overcoat.models.family import INPUT, REST, Argument, Family, original_class
 from overcoat.models.lora import base_of
 from overcoat.models.refusals import is_conv1d
@@ -86,7 +86,7 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
             del vars(part)["forward"]
     results = len(y) if isinstance(y, tuple) else 0
     y = y[0] if isinstance(y, tuple) else y
-    config = next((part.config for part in clone.modules() if hasattr(part, "config")), getattr(owner, "config", None))
+    config = config_of(clone)[0] or getattr(owner, "config", None)
     embeddings, mask = given.get("position_embeddings"), given.get("attention_mask")
     without = tuple(name for name, value in given.items() if value is None)
     return Trace(clone, x, y, events, embeddings, mask, config, results, names, without)

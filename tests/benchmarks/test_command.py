@@ -83,7 +83,7 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         *(([name], "needs an NVIDIA GPU, and PyTorch ") for name in TOOLS if name not in ("paper", "turns", "scores")),
-        (["layer", "--shapes", "8b"], "unknown shape '8b'; choose MODEL or MODEL-sTOKENS of 124m"),
+        (["layer", "--shapes", "8b"], "unknown shape '8b'; choose MODEL[.KIND][-sTOKENS] of 124m"),
         (["kernels", "--shape", "8b"], "unknown shape '8b'"),
     ],
 )

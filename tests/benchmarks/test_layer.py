@@ -81,7 +81,7 @@ def test_blocks_by_name() -> None:
     shapes = map(block_shape, [*MODELS, *SHORT])
     assert {shape.batch * shape.sequence for shape in shapes} == {4096, 8192, 16384}
     for name in ("8b", "7b-s", "7b-s0", ""):
-        with pytest.raises(ValueError, match=f"unknown shape '{name}'; choose MODEL or MODEL-sTOKENS of 124m, "):
+        with pytest.raises(ValueError, match=rf"unknown shape '{name}'; choose MODEL\[.KIND\]\[-sTOKENS\] of 124m, "):
             block_shape(name)
 
 
