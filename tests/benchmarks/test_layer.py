@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -76,21 +78,43 @@ def test_of_graphs_the_total_and_the_host_are_measured() -> None:
 
 def test_blocks_by_name() -> None:
     """Every model is one, and the short names stay."""
-    assert block_shape("7b-s4096") == block_shape("llama-2-7b-s4096") == (MODELS["llama-2-7b"], 4, 4096)
-    assert block_shape("30b") == (MODELS["llama-30b"], 2, 2048)
+    assert block_shape("7b-s4096") == block_shape("llama-2-7b-s4096") == (MODELS["llama-2-7b"], 4, 4096, "")
+    assert block_shape("30b") == (MODELS["llama-30b"], 2, 2048, "")
     shapes = map(block_shape, [*MODELS, *SHORT])
     assert {shape.batch * shape.sequence for shape in shapes} == {4096, 8192, 16384}
     for name in ("8b", "7b-s", "7b-s0", ""):
         with pytest.raises(ValueError, match=rf"unknown shape '{name}'; choose MODEL\[.KIND\]\[-sTOKENS\] of 124m, "):
             block_shape(name)
+    for name, kinds in (("qwen3.5-9b", "linear_attention, full_attention"), ("7b", "one kind")):
+        with pytest.raises(ValueError, match=f"unknown shape '{name}.local_attention': {name} has layers of {kinds}"):
+            block_shape(f"{name}.local_attention")
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Sizes that only these configurations have.
+NARROW: dict[str, dict[str, Any]] = {
+    "Qwen3_5TextConfig": {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "OlmoHybridConfig": {"num_key_value_heads": 4, "pad_token_id": None},
+    "Gemma4TextConfig": {"global_head_dim": 64, "num_global_key_value_heads": 1, "vocab_size_per_layer_input": 64},
+    "Gemma4UnifiedTextConfig": {"global_head_dim": 64},
+    "Llama4TextConfig": {"num_local_experts": 2, "intermediate_size_mlp": 256},
+}
+# Layers with embeddings of their own, and of experts, which run as they are.
+UNCONVERTED = ("gemma-4-e", "llama-4")
+# Beside each model's first layer.
+OTHERS = ("qwen3.5-9b", "olmo-hybrid-7b", "gemma-4-e4b", "gemma-4-12b", "gemma-4-31b", "llama-4-scout")
+
+
+@pytest.mark.parametrize("name", [*MODELS, *(f"{name}.full_attention" for name in OTHERS)])
 def test_every_model_has_a_block_of_its_family(name: str) -> None:
     """Of the text, where a model sees; narrow, but with its own heads."""
-    model = MODELS[name].changed(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
-    built, inputs = build_block(BlockShape(model.changed(head_dim=32, vocab_size=64), 1, 8), torch.bfloat16, "cpu")
-    assert not overcoat.convert(built).left_alone
+    shape = block_shape(name)
+    model = shape.model.changed(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    model = model.changed(head_dim=32, vocab_size=64).changed(**NARROW.get(model.kind, {}))
+    built, inputs = build_block(shape._replace(model=model, batch=1, sequence=8), torch.bfloat16, "cpu")
+    if shape.kind:
+        assert (built.config.layer_types, len(built.layers)) == ([shape.kind], 1)
+        assert [*dict.fromkeys(model.config().layer_types)][1] == shape.kind
+    assert name.startswith(UNCONVERTED) or not overcoat.convert(built).left_alone
     x = torch.randn(1, 8, 128).bfloat16().requires_grad_()
     built.layers[0](x, **inputs).sum().backward()
     assert x.grad is not None
