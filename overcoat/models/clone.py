@@ -91,6 +91,8 @@ class Cloner:
     def _buffer(self, module: Any, name: str, x: Optional[Tensor]) -> Optional[Tensor]:
         if x is None:
             return None
+        if x.is_floating_point() and x.numel() == 1 and not self.zeros:  # a factor (Gemma 4), which 1 would hide
+            return 0.5 + torch.rand(x.shape, generator=self.generator, device=self.device)
         if x.device.type == "meta":  # of rotary embeddings, which are made of their configuration
             if self.zeros and "inv_freq" not in name:
                 return torch.zeros(x.shape, device=self.device)  # the scale of an embedding or of a layer (Gemma 4)
@@ -98,8 +100,6 @@ class Cloner:
                 raise UnverifiableError(f"the buffer {name} has no data")
             x = type(module)(config=module.config)._buffers[name]
             assert x is not None
-        if x.is_floating_point() and x.numel() == 1 and not self.zeros:  # a factor (Gemma 4), which 1 would hide
-            return 0.5 + torch.rand(x.shape, generator=self.generator, device=self.device)
         return x.to(self.device, torch.float32) if x.is_floating_point() else x.to(self.device)
 
 
