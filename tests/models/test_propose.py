@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import AyaVisionConfig, AyaVisionForConditionalGeneration
 
 import overcoat
 from overcoat import Recipe
@@ -328,6 +329,38 @@ def test_the_loss_without_logits_is_the_models_own(kind: str) -> None:
             largest = max(float(grad.norm()) for grad in expected.values())
             far = {name: float((found[name] - grad).norm() / largest) for name, grad in expected.items()}
             assert max(far.values()) < 1e-5, max(far, key=far.__getitem__)
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_the_loss_without_logits_beside_a_tower(images: int) -> None:
+    """Of a kind that is on no list: its text is found by running it."""
+    vision = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = AyaVisionConfig(
+        vision_config={**vision, "image_size": 56, "patch_size": 14, "model_type": "siglip_vision_model"},
+        text_config={**text, "model_type": "cohere2"},
+        image_token_index=7,
+    )
+    original = AyaVisionForConditionalGeneration(config).train()
+    model: Any = copy.deepcopy(original)
+    report = overcoat.convert(model, Recipe(fp8=False))
+    assert report.head is not None
+    assert report.head.converted, report.head.detail
+    assert model.overcoat_spec.text == "model.language_model"
+    inputs = make_batch("left-padded", length=30)
+    inputs["input_ids"][inputs["input_ids"] == 7] = 8
+    if images:
+        inputs["input_ids"][:, 20:24] = 7
+        inputs["pixel_values"] = torch.randn(images, 3, 56, 56)
+    expected, found = (trained(each, inputs) for each in (original, model))
+    assert model.overcoat_ran == "loss without logits"
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-5, atol=0)
+    assert found.keys() == expected.keys()
+    assert any("vision" in name for name in found) == bool(images)
+    largest = max(float(grad.norm()) for grad in expected.values())
+    assert max(float((found[name] - grad).norm()) for name, grad in expected.items()) < 1e-5 * largest
 
 
 @pytest.mark.parametrize(

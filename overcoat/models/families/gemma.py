@@ -1,7 +1,7 @@
 """Gemma 2 and 3, GLM-4: norms before and after each branch. GLM, which is GLM-4 without the norms after.
 
-Capped scores (Gemma 2) have no fused kernel: attention runs in plain PyTorch, and the report says so. Capped logits
-leave the loss as it was. Windows arrive as the mask.
+Capped scores (Gemma 2) have no fused kernel: attention runs in plain PyTorch, and the report says so. Windows arrive as
+the mask.
 """
 
 from __future__ import annotations
