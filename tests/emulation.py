@@ -9,6 +9,7 @@ tensors is held against it.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +66,9 @@ class _Stack:
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
-            weight = torch.cat([_rows(layer) for layer in self.layers])
-            y = _Product.apply(x.flatten(0, -2), weight, self.grad_format, self.in_blocks).unflatten(0, x.shape[:-1])
+            weight = torch.cat([_rows(layer) for layer in self.layers]).double()
+            rows = x.flatten(0, -2).double()
+            y = _Product.apply(rows, weight, self.grad_format, self.in_blocks).to(x.dtype).unflatten(0, x.shape[:-1])
             self.outputs = dict(enumerate(y.split([len(_rows(layer)) for layer in self.layers], -1)))
         y, bias = self.outputs.pop(index), self.layers[index].bias
         return y.clone() if bias is None else y + bias  # OLMo changes it in place
@@ -91,13 +93,21 @@ def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bo
     """
     model = copy.deepcopy(model).double()
     for layer in decoder_layers(model).values():
-        family = family_of(layer)
-        if family is None:  # `convert` leaves it alone
-            continue
-        own = [branch for branch in family.branches(layer, 1) if branch.mixer is not None]  # experts run as they are
-        for layers in (part for branch in own for part in (branch.in_proj, (branch.out_proj,))):
-            members = [_Member.of(base_of(linear)) for linear in layers]
-            stack = _Stack(members, grad_format, in_blocks)
-            for index, member in enumerate(members):
-                member.stack = (stack, index)
+        for linears in linears_of_block(layer):  # none of a layer that `convert` leaves alone
+            multiply_in_fp8(linears, grad_format, in_blocks)
     return model
+
+
+def linears_of_block(layer: Any) -> list[list[nn.Module]]:
+    """The linear layers that the block of a layer's family computes, those with one input together."""
+    family = family_of(layer)
+    own = [] if family is None else [b for b in family.branches(layer, 1) if b.mixer is not None]  # not experts
+    return [[base_of(linear) for linear in part] for branch in own for part in (branch.in_proj, (branch.out_proj,))]
+
+
+def multiply_in_fp8(linears: list[nn.Module], grad_format: str, in_blocks: bool = False) -> None:
+    """Let linear layers that read one input, in the order in which they are called, multiply FP8 values, in place."""
+    members = [_Member.of(linear) for linear in linears]
+    stack = _Stack(members, grad_format, in_blocks)
+    for index, member in enumerate(members):
+        member.stack = (stack, index)

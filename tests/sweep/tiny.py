@@ -1,0 +1,191 @@
+"""Small random models of every kind in transformers' mappings: `tiny("llama", CAUSAL)`.
+
+A kind's configuration is its own default with small sizes, by the names that configurations have for them (`SIZES`),
+inner configurations (text_config, vision_config) alike. What a kind wants beside them is in `MORE`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+from tests.models.zoo import VOCAB, unevenly
+
+CAUSAL, IMAGE_TEXT, ENCODERS = "causal", "image-text", "encoders"
+MAPPINGS = {
+    CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    IMAGE_TEXT: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    ENCODERS: "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+}
+# Wide enough that linear layers compute in FP8 by themselves (models/linear_layers.py).
+SIZES: dict[int, tuple[str, ...]] = {
+    256: ("hidden_size", "n_embd", "d_model", "embedding_size", "dim", "emb_dim", "lru_width", "embed_dim",
+          "q_lora_rank", "kv_lora_rank", "max_position_embeddings", "n_positions", "max_seq_len",
+          "moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    512: ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size",
+          "ffn_config_hidden", "vocab_size", "text_vocab_size", "unpadded_vocab_size", "dim_ff"),
+    4: ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads", "num_heads",
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    2: ("num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_key_value_heads",
+        "num_layers", "depth", "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k"),
+    64: ("head_dim", "qk_nope_head_dim", "v_head_dim", "attention_head_dim"),
+    32: ("qk_rope_head_dim",),
+    16: ("sliding_window", "sliding_window_size", "attention_window", "chunk_size", "mamba_chunk_size", "index_topk"),
+    1: ("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"),
+}  # fmt: skip
+# By model type, of an inner configuration as well.
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MORE: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"head_dim": 64, "n_group": 1, "topk_group": 1},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 64},
+    "blt": {"encoder_hash_byte_group_vocab": 512, "local_attention_window_len": 16},
+    "blt_local_encoder": {"hidden_size_global": 256},
+    "blt_local_decoder": {"hidden_size_global": 256},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"],
+                            "rope_parameters": {"full_attention": None, "sliding_attention": ROPE}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3,
+             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "dots3_note_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 256,
+                        "swa_kv_lora_rank": 256, "swa_head_dim": 96, "swa_qk_nope_head_dim": 64,
+                        "swa_v_head_dim": 64, "head_dim": 96, "index_n_heads": 4, "index_head_dim": 64},
+    "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512},
+    "gemma3n_text": {"intermediate_size": [512] * 4, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+                     "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+                     "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB},
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 64},
+    "gemma4_unified_text": {"global_head_dim": 64},
+    "gptj": {"rotary_dim": 8},
+    "granite": {"attention_multiplier": 0.125},
+    "granite_swa": {"attention_multiplier": 0.125},
+    "granitemoe": {"attention_multiplier": 0.125},
+    "granitemoe_swa": {"attention_multiplier": 0.125},
+    "granitemoeshared": {"attention_multiplier": 0.125},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 64, "attention_multiplier": 0.125,
+                         "layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"expert_ffn_hidden_size": 256, "zero_expert_num": 2, "num_hidden_layers": ..., "head_dim": 32},
+    "mamba2": {"num_heads": 8, "head_dim": 64},
+    "ministral": {"head_dim": 64},
+    "nemotron": {"head_dim": 64, "num_key_value_heads": 2},
+    "phi4_multimodal_audio": {"num_blocks": 2, "ext_pw_out_channel": 256, "depthwise_separable_out_channel": 256,
+                              "nemo_conv_channels": 256},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 16,
+                       "indexer_compress_ratio": 2, "hc_lowrank": 64, "linear_num_key_heads": 2,
+                       "linear_num_value_heads": 4},
+    "reformer": {"axial_pos_shape": (6, 8)},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+               "hybrid_layer_ids": [1, 3]},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+# Where the default is None, with which no model can be built.
+UNSET = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MOST = 40_000_000  # parameters of a model that a machine builds at once
+
+
+def kinds(mapping: str) -> dict[str, str]:
+    """The names of the model classes, by kind."""
+    return dict(sorted(getattr(modeling_auto, MAPPINGS[mapping]).items()))
+
+
+def small_config(cls: type[PretrainedConfig], **fields: Any) -> Any:
+    """Return a small configuration of a class; fields: of it, of an inner configuration as a dictionary."""
+    default = cls()
+    known = default.to_dict()
+    more = {**MORE.get(default.model_type, {}), **fields}
+    given: dict[str, Any] = {}
+    for size, names in SIZES.items():
+        given |= {name: size for name in names if _is_number(cls, known, name)}
+    given |= {name: size for name, size in UNSET.items() if name in known and known[name] is None}
+    if "qk_rope_head_dim" in known:  # latent attention, whose head_dim is that of the rotation
+        given.pop("head_dim", None)
+    if known.get("num_key_value_heads") == known.get("num_attention_heads") and "num_key_value_heads" in given:
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    given |= _every_kind_of_layer(cls, known, given)
+    given |= {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
+    given |= {name: place for place, name in enumerate(TOKENS) if known.get(name) is not None}
+    for name in getattr(cls, "sub_configs", {}):
+        if isinstance(part := getattr(default, name, None), PretrainedConfig):
+            inner = more.pop(name, {})
+            given[name] = small_config(type(part), **inner) if isinstance(inner, dict) else inner
+    given |= more
+    return cls(**{name: value for name, value in given.items() if value is not ...})
+
+
+def _every_kind_of_layer(cls: Any, known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return lists with a value for each layer, so that each value comes once, and how many layers these are."""
+    count = next((known[name] for name in LAYERS if _is_number(cls, known, name)), None)
+    lists = {name: value for name, value in known.items() if isinstance(value, list) and value}
+    found = {name: list(dict.fromkeys(x)) for name, x in lists.items() if len(x) == count and name != "moe_layers"}
+    found = {name: x for name, x in found.items() if len(x) <= 4}
+    if not found or not all(isinstance(each, (str, int, float)) for x in found.values() for each in x):
+        return {}
+    layers = max(2, *map(len, found.values()))
+    counts = {name: layers for name in LAYERS if name in given}
+    return {**{name: (x + x[-1:] * layers)[:layers] for name, x in found.items()}, **counts}
+
+
+def _is_number(cls: Any, known: dict[str, Any], name: str) -> bool:
+    value = known.get(name)
+    is_free = not isinstance(getattr(cls, name, None), property) and name not in cls.attribute_map
+    return isinstance(value, int) and not isinstance(value, bool) and is_free
+
+
+def _class_of(kind: str, mapping: str, config: Any) -> Any:
+    name = kinds(mapping)[kind]
+    module = importlib.import_module(type(config).__module__.rpartition(".")[0])
+    return getattr(module, name, None) or getattr(transformers, name)
+
+
+def tiny_config(kind: str, mapping: str = CAUSAL, **fields: Any) -> tuple[Any, Any]:
+    """Return the model class and its configuration."""
+    config = small_config(CONFIG_MAPPING[kind], **fields)
+    cls = _class_of(kind, mapping, config)
+    wanted = getattr(cls, "config_class", None)
+    if wanted is not None and not isinstance(config, wanted):  # the text of a model with images
+        inner = [getattr(config, name) for name in config.sub_configs]
+        config = next((each for each in inner if isinstance(each, wanted)), config)
+    if mapping == CAUSAL and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    return cls, config
+
+
+def tiny(kind: str, mapping: str = CAUSAL, seed: int = 0, **fields: Any) -> nn.Module:
+    """Return a small model in BF16, with uneven norms and biases."""
+    torch.manual_seed(seed)
+    cls, config = tiny_config(kind, mapping, **fields)
+    config._attn_implementation = "sdpa"
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+    except ValueError as error:
+        if "attention" not in str(error):
+            raise
+        config._attn_implementation, count = "eager", 0
+    except Exception:  # some cannot be built without weights
+        count = 0
+    if count > MOST:
+        raise ValueError(f"{count / 1e6:.0f} M parameters: not small")
+    model = unevenly(cls(config).to(torch.bfloat16))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # weights of transformers' 0.02 hide faults of all but norms
+            if parameter.dim() > 1 and "embed" not in name:
+                parameter.mul_(2)
+    return model
