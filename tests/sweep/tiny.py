@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 from typing import Any
 
 import torch
@@ -25,44 +26,60 @@ MAPPINGS = {
     ENCODERS: "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
 }
 # Wide enough that linear layers compute in FP8 by themselves (models/linear_layers.py).
-SIZES: dict[int, tuple[str, ...]] = {
+SIZES: dict[Any, tuple[str, ...]] = {
+    512: ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dim_ff",
+          "vocab_size", "text_vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm"),
     256: ("hidden_size", "n_embd", "d_model", "embedding_size", "dim", "emb_dim", "lru_width", "embed_dim",
           "q_lora_rank", "kv_lora_rank", "max_position_embeddings", "n_positions", "max_seq_len",
-          "moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    512: ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size",
-          "ffn_config_hidden", "vocab_size", "text_vocab_size", "unpadded_vocab_size", "dim_ff"),
-    4: ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads", "num_heads",
-        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    2: ("num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_key_value_heads",
-        "num_layers", "depth", "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k"),
-    64: ("head_dim", "qk_nope_head_dim", "v_head_dim", "attention_head_dim"),
-    32: ("qk_rope_head_dim",),
+          "moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+          "out_hidden_size", "text_hidden_size", "text_dim", "projection_dim", "adapter_in_dim", "adapter_out_dim",
+          "adapter_input_size", "output_dim", "projection_hidden_dim", "encoder_hidden_size", "position_embedding_size",
+          "llm_hidden_size", "projector_hidden_size", "vision_output_dim", "num_position_embeddings"),
+    64: ("head_dim", "qk_nope_head_dim", "v_head_dim", "attention_head_dim", "index_head_dim", "linear_head_dim",
+         "linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "global_head_dim"),
+    32: ("qk_rope_head_dim", "image_size"),
     16: ("sliding_window", "sliding_window_size", "attention_window", "chunk_size", "mamba_chunk_size", "index_topk"),
+    8: ("mamba_num_heads", "mamba_n_heads", "patch_size"),
+    4: ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads", "num_heads",
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "index_n_heads", "linear_num_heads",
+        "linear_num_value_heads"),
+    2: ("num_hidden_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_key_value_heads",
+        "num_layers", "depth", "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k",
+        "linear_num_key_heads", "encoder_num_layers", "num_blocks"),
     1: ("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"),
+    0.02: ("initializer_range",),
 }  # fmt: skip
 # By model type, of an inner configuration as well.
+SPECIAL = VOCAB - 24  # the first of the tokens that stand for images and the like
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
 MORE: dict[str, dict[str, Any]] = {
+    "aria": {"text_config": {"head_dim": 64}},
+    "apertus1p5_vision_tokenizer": {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1},
+    "wavtokenizer_encoder": {"hidden_size": ...},
     "bailing_hybrid": {"head_dim": 64, "n_group": 1, "topk_group": 1},
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 64},
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 512, "local_attention_window_len": 16},
     "blt_local_encoder": {"hidden_size_global": 256},
     "blt_local_decoder": {"hidden_size_global": 256},
+    "chameleon": {"vocabulary_map": {"<image>": SPECIAL}},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"],
                             "rope_parameters": {"full_attention": None, "sliding_attention": ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256, "global_head_dim": 64},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3,
              "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "dots3_note_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 256,
                         "swa_kv_lora_rank": 256, "swa_head_dim": 96, "swa_qk_nope_head_dim": 64,
-                        "swa_v_head_dim": 64, "head_dim": 96, "index_n_heads": 4, "index_head_dim": 64},
+                        "swa_v_head_dim": 64, "head_dim": 96},
     "dots1": {"n_shared_experts": 1},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512},
+    "falcon_h1": {"mamba_d_ssm": 512},
     "gemma3n_text": {"intermediate_size": [512] * 4, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
                      "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
-                     "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB},
-    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 64},
+                     "num_kv_shared_layers": 2},
+    "gemma4_text": {"global_head_dim": 64},
     "gemma4_unified_text": {"global_head_dim": 64},
     "gptj": {"rotary_dim": 8},
     "granite": {"attention_multiplier": 0.125},
@@ -70,23 +87,33 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoe": {"attention_multiplier": 0.125},
     "granitemoe_swa": {"attention_multiplier": 0.125},
     "granitemoeshared": {"attention_multiplier": 0.125},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 64, "attention_multiplier": 0.125,
+    "granitemoehybrid": {"attention_multiplier": 0.125,
                          "layer_types": ["linear_attention", "full_attention"]},
+    "glm4v_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}},
+    "glm5_next_text": {"qk_rope_head_dim": ...},
+    "hunyuan_vl_text": {"head_dim": 64},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "janus_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"expert_ffn_hidden_size": 256, "zero_expert_num": 2, "num_hidden_layers": ..., "head_dim": 32},
     "mamba2": {"num_heads": 8, "head_dim": 64},
     "ministral": {"head_dim": 64},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0], "num_key_value_heads": 4}},
+    "muse_spark_audio": {"hidden_sizes": (64, 128, 128, 256), "depths": (1, 1, 1, 1)},
     "nemotron": {"head_dim": 64, "num_key_value_heads": 2},
     "phi4_multimodal_audio": {"num_blocks": 2, "ext_pw_out_channel": 256, "depthwise_separable_out_channel": 256,
                               "nemo_conv_channels": 256},
+    "paddleocr_vl_text": {"rope_parameters": MROPE},
+    "qwen2_5_omni_text": {"rope_parameters": MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 16,
-                       "indexer_compress_ratio": 2, "hc_lowrank": 64, "linear_num_key_heads": 2,
-                       "linear_num_value_heads": 4},
+                       "indexer_compress_ratio": 2, "hc_lowrank": 64},
     "reformer": {"axial_pos_shape": (6, 8)},
+    "step3p5": {"sliding_window": 16},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
@@ -96,6 +123,7 @@ MORE: dict[str, dict[str, Any]] = {
 # Where the default is None, with which no model can be built.
 UNSET = {"n_routed_experts": 4, "num_experts_per_tok": 2}
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+PAIRS = ("image_size", "patch_size")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MOST = 40_000_000  # parameters of a model that a machine builds at once
 
@@ -113,6 +141,11 @@ def small_config(cls: type[PretrainedConfig], **fields: Any) -> Any:
     given: dict[str, Any] = {}
     for size, names in SIZES.items():
         given |= {name: size for name in names if _is_number(cls, known, name)}
+        given |= {
+            name: [size] * len(known[name])
+            for name in names
+            if name in PAIRS and isinstance(known.get(name), (list, tuple))
+        }
     given |= {name: size for name, size in UNSET.items() if name in known and known[name] is None}
     if "qk_rope_head_dim" in known:  # latent attention, whose head_dim is that of the rotation
         given.pop("head_dim", None)
@@ -121,6 +154,13 @@ def small_config(cls: type[PretrainedConfig], **fields: Any) -> Any:
     given |= _every_kind_of_layer(cls, known, given)
     given |= {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
     given |= {name: place for place, name in enumerate(TOKENS) if known.get(name) is not None}
+    special = [name for name in known if re.search("_token_(id|index)$", name) and name not in TOKENS]
+    given |= {name: SPECIAL + place for place, name in enumerate(special) if isinstance(known[name], int)}
+    if "mrope_section" in (rope := known.get("rope_parameters") or {}):
+        whole = given.get("qk_rope_head_dim", given.get("head_dim", 64)) * rope.get("partial_rotary_factor", 1.0)
+        sizes = [int(each * whole / 2 / sum(rope["mrope_section"])) for each in rope["mrope_section"]]
+        sizes[0] = int(whole / 2) - sum(sizes[1:])
+        given["rope_parameters"] = {**rope, "mrope_section": sizes}
     for name in getattr(cls, "sub_configs", {}):
         if isinstance(part := getattr(default, name, None), PretrainedConfig):
             inner = more.pop(name, {})
@@ -145,7 +185,7 @@ def _every_kind_of_layer(cls: Any, known: dict[str, Any], given: dict[str, Any])
 def _is_number(cls: Any, known: dict[str, Any], name: str) -> bool:
     value = known.get(name)
     is_free = not isinstance(getattr(cls, name, None), property) and name not in cls.attribute_map
-    return isinstance(value, int) and not isinstance(value, bool) and is_free
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and is_free
 
 
 def _class_of(kind: str, mapping: str, config: Any) -> Any:
@@ -185,7 +225,12 @@ def tiny(kind: str, mapping: str = CAUSAL, seed: int = 0, **fields: Any) -> nn.M
         raise ValueError(f"{count / 1e6:.0f} M parameters: not small")
     model = unevenly(cls(config).to(torch.bfloat16))
     with torch.no_grad():
+        for module in model.modules():  # Gemma 4's: trained norms of q keep its scores small
+            if getattr(module, "scaling", None) == 1.0 and hasattr(getattr(module, "q_norm", None), "weight"):
+                module.q_norm.weight.mul_(0.125)
         for name, parameter in model.named_parameters():  # weights of transformers' 0.02 hide faults of all but norms
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(std=0.02)
             if parameter.dim() > 1 and "embed" not in name:
                 parameter.mul_(2)
     return model
