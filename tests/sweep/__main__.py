@@ -1,9 +1,9 @@
 """python -m tests.sweep [--only KIND ...] [--mapping NAME ...] [--write] [--jobs N]
 
 How `convert` takes every class in transformers' causal, image-text and encoder mappings: tiny, random, three batches
-each (plain, padded, packed), loss and every gradient against FP32 and against FP8 GEMMs alone. Prints a line a kind;
---write: the tables on docs/models.md. What is wrong, silent or fails is printed last, a line each, and the exit
-status is 1 then.
+each (plain, padded, packed) and images, loss and every gradient against FP32 and against FP8 GEMMs alone. Prints a line
+a kind; --write: the tables on docs/models.md (with --only these kinds' lines). What is wrong, silent or fails is
+printed last, a line each, and the exit status is 1 then.
 """
 
 from __future__ import annotations
@@ -16,25 +16,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.sweep import page, tiny
-from tests.sweep.compare import Row, row
-
-
-def _row(job: tuple[str, str]) -> Row:
-    import torch
-
-    torch.set_num_threads(1)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  what libraries say about small configurations
-    try:
-        return row(*job)
-    except Exception as error:
-        return Row(job[0], tiny.kinds(job[1])[job[0]], "ERROR", (), faults=(f"sweep: {error!r:.200}",))
+from tests.sweep.compare import Row, safe_row
 
 
 def rows(jobs: list[tuple[str, str]], processes: int) -> Iterator[Row]:
     """Yield the rows of (kind, mapping), in their order."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes) as pool:
-        yield from pool.imap(_row, jobs)
+        yield from pool.imap(safe_row, jobs)
 
 
 def main() -> int:
@@ -44,8 +33,6 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    if options.write and (options.only or len(options.mapping) < len(tiny.MAPPINGS)):
-        parser.error("--write writes whole tables: no --only and no --mapping with it")
     jobs = [(k, m) for m in options.mapping for k in tiny.kinds(m) if not options.only or k in options.only]
     if unknown := set(options.only or ()) - {kind for kind, _ in jobs}:
         parser.error(f"no kinds of {', '.join(options.mapping)}: {', '.join(sorted(unknown))}")
@@ -58,7 +45,7 @@ def main() -> int:
     faults = [f"{each.kind} ({each.model}): {fault}" for each in every for fault in each.faults]
     print("\n".join(faults))
     if options.write:
-        page.write(found)
+        page.write(found, whole=not options.only)
     return 1 if faults else 0
 
 

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from tests.sweep.tiny import SPECIAL
+from tests.sweep.tiny import HIDDEN, SPECIAL
 
 ROWS, LENGTH = 2, 48
 PLAIN, PADDED, PACKED, IMAGES = "plain", "padded", "packed", "images"
@@ -21,13 +21,11 @@ def batches(model: Any, seed: int = 0) -> dict[str, dict[str, Any]]:
     """Return the batches that a model's forward has arguments for, by name."""
     generator = torch.Generator().manual_seed(seed)
     takes = inspect.signature(type(model).forward).parameters
-    books = (
-        getattr(model.config, "num_codebooks", None)
-        if "input_ids" in takes and "Musicgen" in type(model).__name__
-        else None
-    )
+    books = model.config.num_codebooks if type(model).__name__.startswith("Musicgen") else None
     ids = torch.randint(8, SPECIAL, (ROWS * (books or 1), LENGTH), generator=generator)
     labels = ids if books is None else ids.reshape(ROWS, books, LENGTH).transpose(1, 2).contiguous()
+    if "input_ids" not in takes:  # images alone
+        return {PLAIN: next(_forms(model, takes, generator))}
     plain = {"input_ids": ids, "labels": labels.clone()}
     found = {PLAIN: plain}
     if "attention_mask" in takes:
@@ -60,7 +58,8 @@ def with_images(model: nn.Module, text: dict[str, Any], takes: set[str], generat
                 told = re.search(r"tokens: \d+,? (?:image )?features:? (?:torch.Size\(\[)?(\d+)", str(error))
                 if told is None:
                     break
-                count = int(told[1])
+                count = int(told[1])  # of some models the numbers in them
+                count = count // HIDDEN if count % HIDDEN == 0 else count
                 continue
             return inputs
     return None
@@ -71,12 +70,13 @@ def _forms(model: Any, takes: set[str], generator: Any) -> Iterator[dict[str, An
     patch, side = getattr(vision, "patch_size", 8), getattr(vision, "image_size", 32)
     patch, side = (each[0] if isinstance(each, (list, tuple)) else each for each in (patch, side or 32))
     channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
-    pixels = torch.randn(1, channels, side, side, generator=generator)
+    pixels = torch.randn(1, channels or 3, side, side, generator=generator)
     if "image_grid_thw" in takes:
-        width = channels * getattr(vision, "temporal_patch_size", 1) * patch * patch
         grid = torch.tensor([[1, 4, 4]])
-        yield {"pixel_values": torch.randn(16, width, generator=generator), "image_grid_thw": grid}
+        for width in (channels * patch * patch, 2 * channels * patch * patch):  # of one or two images in time
+            yield {"pixel_values": torch.randn(16, width, generator=generator), "image_grid_thw": grid}
         yield {"pixel_values": torch.randn(16, channels, patch, patch, generator=generator), "image_grid_thw": grid}
+    yield {"pixel_values": pixels}
     sizes = {"image_sizes": torch.tensor([[side, side]])} if "image_sizes" in takes else {}
     yield {"pixel_values": pixels, **sizes}
     yield {"pixel_values": pixels[None].expand(-1, 2, -1, -1, -1), **sizes}

@@ -4,47 +4,56 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
 
-from tests.sweep import tiny
 from tests.sweep.compare import Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- python -m tests.sweep --write: begin -->", "<!-- end -->"
-TITLES = {tiny.CAUSAL: "Causal language models", tiny.IMAGE_TEXT: "Models with images", tiny.ENCODERS: "Encoders"}
+TABLE = re.compile(r"<!-- sweep: ([a-z-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+HEAD = (
+    "| kind | class | how it trains | loss without logits | dB: Overcoat / FP8 GEMMs alone |\n|---|---|---|---|---|\n"
+)
 LONGEST = 90  # characters of a reason
 
 
-def rendered(rows: dict[str, Iterable[Row]]) -> str:
-    """Return the tables as Markdown; rows: by mapping."""
-    date = datetime.datetime.now(tz=datetime.timezone.utc).date()
-    lines = [BEGIN, "", f"`python -m tests.sweep --write`, {date}, transformers {transformers.__version__}."]
-    for mapping, each in rows.items():
-        lines += ["", f"### {TITLES[mapping]}", ""]
-        lines += ["| kind | class | how it trains | loss without logits | dB: Overcoat / FP8 GEMMs alone |"]
-        lines += ["|---|---|---|---|---|", *map(line, each)]
-    return "\n".join([*lines, "", END])
-
-
 def line(row: Row) -> str:
+    """Return a row of Markdown."""
     why = "; ".join(_cell(reason) for reason in row.reasons)
     trains = f"{row.trains}: {why}" if why else row.trains
     decibels = "" if row.ours is None or row.alone is None else f"{row.ours:.1f} / {row.alone:.1f}"
-    return f"| `{row.kind}` | `{row.model}` | {trains} | {_cell(row.head)} | {decibels} |"
+    wrong = " (see below)" if row.faults else ""
+    return f"| `{row.kind}` | `{row.model}` | {trains} | {_cell(row.head)} | {decibels}{wrong} |\n"
 
 
 def _cell(text: str) -> str:
-    text = text.replace("|", r"\|").replace("<", "&lt;")
-    return text if len(text) <= LONGEST else f"{text[:LONGEST].rstrip()} ..."
+    text = re.sub(r"([|<{*_`\[])", r"\\\1", " ".join(text.split()))
+    return text if len(text) <= LONGEST else f"{text[:LONGEST].rstrip(chr(92)).rstrip()} ..."
 
 
-def write(rows: dict[str, Iterable[Row]], page: Path = PAGE) -> None:
-    """Replace the tables on the page."""
+def table(rows: Sequence[Row], old: str = "") -> str:
+    """Return a mapping's table; of kinds that are not among the rows it keeps the lines."""
+    lines = {match[1]: match[0] for match in re.finditer(r"^\| `([^`]+)` \|.*\n", old, re.MULTILINE)}
+    lines |= {row.kind: line(row) for row in rows}
+    date = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    said = f"`python -m tests.sweep --write`, {date}, transformers {transformers.__version__}:"
+    faults = [f"* `{row.kind}`: {_cell(fault)}\n" for row in rows for fault in row.faults]
+    return "".join([f"\n{said}\n\n{HEAD}", *(lines[kind] for kind in sorted(lines)), "\n", *faults])
+
+
+def write(rows: dict[str, list[Row]], whole: bool, page: Path = PAGE) -> None:
+    """Replace the tables of these mappings; whole: kinds that have no row now are gone."""
     text = page.read_text()
-    found, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: rendered(rows), text, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"{page} has {count} places between {BEGIN!r} and {END!r}; one is needed")
-    page.write_text(found)
+    places = {match[1] for match in TABLE.finditer(text)}
+    if missing := rows.keys() - places:
+        raise ValueError(f"{page} has no <!-- sweep: ... --> for {', '.join(sorted(missing))}")
+
+    def replaced(match: re.Match[str]) -> str:
+        mapping, old = match[1], match[2]
+        if not rows.get(mapping):
+            return match[0]
+        return f"<!-- sweep: {mapping} -->\n{table(rows[mapping], '' if whole else old)}\n<!-- end -->"
+
+    page.write_text(TABLE.sub(replaced, text))

@@ -21,9 +21,9 @@ from tests.models.zoo import VOCAB, unevenly
 
 CAUSAL, IMAGE_TEXT, ENCODERS = "causal", "image-text", "encoders"
 MAPPINGS = {
-    CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    IMAGE_TEXT: "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    ENCODERS: "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    CAUSAL: ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    IMAGE_TEXT: ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
+    ENCODERS: ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_MAPPING_NAMES"),
 }
 # Wide enough that linear layers compute in FP8 by themselves (models/linear_layers.py).
 SIZES: dict[Any, tuple[str, ...]] = {
@@ -50,6 +50,7 @@ SIZES: dict[Any, tuple[str, ...]] = {
     0.02: ("initializer_range",),
 }  # fmt: skip
 # By model type, of an inner configuration as well.
+HIDDEN = 256
 SPECIAL = VOCAB - 24  # the first of the tokens that stand for images and the like
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
@@ -76,6 +77,8 @@ MORE: dict[str, dict[str, Any]] = {
                         "swa_v_head_dim": 64, "head_dim": 96},
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 512},
+    "gemma3": {"mm_tokens_per_image": 16},
+    "shieldgemma2": {"mm_tokens_per_image": 16},
     "gemma3n_text": {"intermediate_size": [512] * 4, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
                      "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
                      "num_kv_shared_layers": 2},
@@ -96,6 +99,7 @@ MORE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 64},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1), "num_res_blocks": 1},
+    "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"expert_ffn_hidden_size": 256, "zero_expert_num": 2, "num_hidden_layers": ..., "head_dim": 32},
@@ -130,7 +134,7 @@ MOST = 40_000_000  # parameters of a model that a machine builds at once
 
 def kinds(mapping: str) -> dict[str, str]:
     """The names of the model classes, by kind."""
-    return dict(sorted(getattr(modeling_auto, MAPPINGS[mapping]).items()))
+    return dict(sorted({k: v for name in MAPPINGS[mapping] for k, v in getattr(modeling_auto, name).items()}.items()))
 
 
 def small_config(cls: type[PretrainedConfig], **fields: Any) -> Any:
