@@ -22,6 +22,8 @@ from overcoat.models.family import Family, decoder_layers, family_of
 from tests.models.zoo import ENCODERS, VOCAB, assert_equal, every_kind, make_batch, make_encoder, make_model, trained
 from tests.sweep.tiny import tiny
 
+build = functools.partial(tiny, narrow=True)  # no linear layer is large enough for FP8 by itself
+
 # By model type: the MLP's activation (None: it runs as it is), and what sets the wiring apart from Llama's.
 FOUND: dict[str, tuple[Any, dict[str, Any]]] = {
     "stablelm": ("silu", {}),
@@ -64,7 +66,7 @@ def family(layer: Any) -> Family:
 
 @kinds
 def test_layers_of_other_classes_are_found_and_verified(kind: str) -> None:
-    model = tiny(kind)
+    model = build(kind)
     report = overcoat.convert(model)
     assert report.converted == list(decoder_layers(model))
     assert all(each.decibels is not None and each.decibels > verify.LIMIT_DB for each in report.verified.values())
@@ -158,7 +160,7 @@ CHANGES = {
 def test_layers_that_compute_something_else_are_not_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their numbers: rules that ask who wrote a forward have no say here."""
     monkeypatch.setattr(propose, "why_unsupported", lambda layer, family: None)
-    model = tiny("stablelm")
+    model = build("stablelm")
     change, reason = CHANGES[name]
     owner, forward = change(layers(model)[0])
     monkeypatch.setattr(owner, "forward", forward)
@@ -179,7 +181,7 @@ def test_layers_that_compute_something_else_are_not_found(name: str, monkeypatch
     ],
 )
 def test_layers_that_stay_as_they_are_say_why(kind: str, fields: dict[str, Any], reason: str) -> None:
-    model = tiny(kind, **fields)
+    model = build(kind, **fields)
     with pytest.warns(UserWarning, match="no decoder layer trains in FP8"):
         report = overcoat.convert(model)
     assert not report.converted
@@ -188,7 +190,7 @@ def test_layers_that_stay_as_they_are_say_why(kind: str, fields: dict[str, Any],
 
 
 def test_an_unknown_activation_runs_as_it_is() -> None:
-    model = tiny("stablelm")
+    model = build("stablelm")
     for layer in layers(model):
         layer.mlp.act_fn = nn.Tanh()
     report = overcoat.convert(model)
@@ -200,7 +202,7 @@ def test_an_unknown_activation_runs_as_it_is() -> None:
 
 @some
 def test_a_proposed_model_trains_like_its_original(kind: str) -> None:
-    model = tiny(kind)
+    model = build(kind)
     inputs = make_batch("left-padded", length=40)
     exact = trained(copy.deepcopy(model), inputs)
     report = overcoat.convert(model)
@@ -216,7 +218,7 @@ def test_a_proposed_model_trains_like_its_original(kind: str) -> None:
 
 @some
 def test_eval_copies_and_the_way_back(kind: str) -> None:
-    model = tiny(kind)
+    model = build(kind)
     original, keys = copy.deepcopy(model), list(model.state_dict())
     overcoat.convert(model)
     inputs = make_batch(length=20)
@@ -239,7 +241,7 @@ def test_eval_copies_and_the_way_back(kind: str) -> None:
 )
 def test_compiles_without_graph_breaks(kind: str) -> None:
     """Linear layers without a module of their own; a tuple as the result; one LayerNorm for two branches."""
-    model = tiny(kind)
+    model = build(kind)
     overcoat.convert(model)
     inputs, compiled = make_batch(length=24), copy.deepcopy(model)
     for layer in layers(compiled):
@@ -248,7 +250,7 @@ def test_compiles_without_graph_breaks(kind: str) -> None:
 
 
 def test_what_changes_later_is_noticed() -> None:
-    model = tiny("stablelm")
+    model = build("stablelm")
     overcoat.convert(model)
     model.get_submodule("model.layers.0").mlp.act_fn = nn.GELU()
     model.get_submodule("model.layers.1").self_attn.scaling = 0.3
@@ -266,7 +268,7 @@ def test_what_changes_later_is_noticed() -> None:
 
 
 def test_arguments_that_were_not_verified_run_the_original() -> None:
-    model = tiny("whisper")
+    model = build("whisper")
     overcoat.convert(model)
     layer = layers(model)[0]
     states = torch.randn(2, 5, 64).bfloat16()
@@ -281,7 +283,7 @@ def test_large_layers_and_weights_that_are_not_there(kind: str, monkeypatch: pyt
     for module in (propose, verify):
         monkeypatch.setattr(module, "_found", {})
     with torch.device("meta"):
-        model = tiny(kind)
+        model = build(kind)
     report = overcoat.convert(model)
     assert report.converted
     assert all(each.twin for each in report.verified.values())
@@ -311,7 +313,7 @@ SCALES = {"granite_swa": {"logits_scaling": 0.7}, "cohere2_moe": {"logit_scale":
 @pytest.mark.parametrize("kind", ENDS)
 def test_the_loss_without_logits_is_the_models_own(kind: str) -> None:
     """In FP32, beside the model's own forward, whatever its signature takes."""
-    original: Any = tiny(kind, **SCALES.get(kind, {})).float()
+    original: Any = build(kind, **SCALES.get(kind, {})).float()
     model = copy.deepcopy(original)
     report = overcoat.convert(model, Recipe(fp8=False))
     assert report.head is not None
@@ -371,7 +373,7 @@ def test_the_loss_without_logits_beside_a_tower(images: int) -> None:
     ],
 )
 def test_other_ends_keep_their_logits(kind: str, reason: str) -> None:
-    report = overcoat.convert(tiny(kind))
+    report = overcoat.convert(build(kind))
     assert report.head is not None
     assert not report.head.converted
     assert reason in report.head.detail
@@ -379,7 +381,7 @@ def test_other_ends_keep_their_logits(kind: str, reason: str) -> None:
 
 def test_a_model_that_makes_other_labels_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As some do where there are images."""
-    model: Any = tiny("stablelm")
+    model: Any = build("stablelm")
     own = type(model).forward
 
     def forward(self: Any, *args: Any, labels: Any = None, **options: Any) -> Any:
@@ -396,7 +398,7 @@ def test_a_model_that_makes_other_labels_of_its_own_is_refused(monkeypatch: pyte
 
 
 def test_checkpoints_and_later_numbers_of_the_layer_itself() -> None:
-    model = tiny("granitemoe")
+    model = build("granitemoe")
     overcoat.convert(model)
     inputs = make_batch(length=20)
     expected = model(**inputs).loss
@@ -431,7 +433,7 @@ mixers = pytest.mark.parametrize(
 @pytest.mark.parametrize("batch", ["left-padded", "packed"])
 def test_an_mlp_is_fused_beside_a_mixer_as_it_is(kind: str, batch: str) -> None:
     mixer, fields = MIXERS[kind]
-    model = tiny(kind, **fields)
+    model = build(kind, **fields)
     inputs = make_batch(batch, length=40)
     exact = trained(copy.deepcopy(model), {**inputs, "use_cache": False})
     report = overcoat.convert(model)
@@ -446,7 +448,7 @@ def test_an_mlp_is_fused_beside_a_mixer_as_it_is(kind: str, batch: str) -> None:
 
 
 def test_a_mixer_that_differs_from_attention_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("stablelm")
+    model = build("stablelm")
     owner, forward = warmer(layers(model)[0])
     monkeypatch.setattr(owner, "forward", forward)
     report = overcoat.convert(model)
