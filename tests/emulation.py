@@ -65,7 +65,7 @@ class _Stack:
         self.layers, self.grad_format, self.in_blocks, self.outputs = layers, grad_format, in_blocks, {}
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
-        if index == 0:
+        if index not in self.outputs:  # Kosmos-2.5 calls k first
             weight = torch.cat([_rows(layer) for layer in self.layers]).double()
             rows = x.flatten(0, -2).double()
             y = _Product.apply(rows, weight, self.grad_format, self.in_blocks).to(x.dtype).unflatten(0, x.shape[:-1])
