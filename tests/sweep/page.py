@@ -39,7 +39,9 @@ def table(rows: Sequence[Row], old: str = "") -> str:
     lines |= {row.kind: line(row) for row in rows}
     date = datetime.datetime.now(tz=datetime.timezone.utc).date()
     said = f"`python -m tests.sweep --write`, {date}, transformers {transformers.__version__}:"
-    faults = [f"* `{row.kind}`: {_cell(fault)}\n" for row in rows for fault in row.faults]
+    now = {row.kind for row in rows}
+    faults = [match[0] for match in re.finditer(r"^\* `([^`]+)`: .*\n", old, re.MULTILINE) if match[1] not in now]
+    faults += [f"* `{row.kind}`: {_cell(fault)}\n" for row in rows for fault in row.faults]
     return "".join([f"\n{said}\n\n{HEAD}", *(lines[kind] for kind in sorted(lines)), "\n", *faults])
 
 
