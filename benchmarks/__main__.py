@@ -26,6 +26,7 @@ TOOLS = {
     "turns": "the working tree beside another commit, in turns in one process",
     "memory": "predicted beside measured peaks of whole training steps",
     "scores": "gradients where attention's scores are large",
+    "pretrained": "real weights: gradients beside FP32's, fine-tuning beside BF16's",
 }
 
 
