@@ -68,12 +68,12 @@ def load(parsed: argparse.Namespace) -> tuple[Any, Tensor]:
 def keep_used_tokens(model: Any, ids: Tensor) -> Tensor:
     """Leave the vocabulary the tokens of `ids`, which are numbered anew: the softmax is over these alone."""
     used, ids = ids.unique(return_inverse=True)
-    parts = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = [part.weight.detach()[used] for part in parts]
+    parts = model.get_input_embeddings, model.get_output_embeddings
+    weights = [part().weight.detach()[used] for part in parts]
     model.resize_token_embeddings(len(used))
     for part, weight in zip(parts, weights, strict=True):
-        part.weight.data.copy_(weight)
-    parts[0].padding_idx = None  # the number of another token now
+        part().weight.data.copy_(weight)
+    model.get_input_embeddings().padding_idx = None  # the number of another token now
     return ids
 
 
