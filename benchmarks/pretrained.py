@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import overcoat
 from benchmarks.contestants import ENGINES, OVERCOAT, PAPER
@@ -77,12 +77,12 @@ def keep_used_tokens(model: Any, ids: Tensor) -> Tensor:
     return ids
 
 
-def loss_of(model: nn.Module, ids: Tensor, autocast: bool) -> Tensor:
+def loss_of(model: Any, ids: Tensor, autocast: bool) -> Tensor:
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def gradients(model: nn.Module, ids: Tensor, name: str | None = None) -> tuple[float, dict[str, Tensor]]:
+def gradients(model: Any, ids: Tensor, name: str | None = None) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of a copy of `model`, in FP32 or under the recipe `name`."""
     model = copy.deepcopy(model).to(DEVICE, torch.bfloat16 if name else torch.float32)
     if name:

@@ -79,10 +79,13 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.get("tower") for row in rows] == 8 * ["frozen"] + 8 * [None]
 
 
+ON_CPU = ("paper", "turns", "scores", "pretrained")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        *(([name], "needs an NVIDIA GPU, and PyTorch ") for name in TOOLS if name not in ("paper", "turns", "scores")),
+        *(([name], "needs an NVIDIA GPU, and PyTorch ") for name in TOOLS if name not in ON_CPU),
         (["layer", "--shapes", "8b"], "unknown shape '8b'; choose MODEL[.KIND][-sTOKENS] of 124m"),
         (["kernels", "--shape", "8b"], "unknown shape '8b'"),
     ],
