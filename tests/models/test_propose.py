@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import functools
+import inspect
 import pickle
 from typing import Any
 
