@@ -31,7 +31,7 @@ from overcoat.models.family import (
 )
 from overcoat.models.head import LeanLossModel, install_head, remove_head, why_head_unsupported
 from overcoat.models.images import multiply_patches
-from overcoat.models.linear_layers import Fp8Linear, convert_linears, restore_linears
+from overcoat.models.linear_layers import Fp8Linear, convert_linears, large_linears, restore_linears
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
 from overcoat.models.proposal import forget_proposed
@@ -114,6 +114,7 @@ def convert(
         raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
     for name in layers:
         report.layers.append(_convert_layer(model, name, report, filter_fn, eval_fp8))
+    report.layers += [_convert_other(model, name, report, filter_fn, eval_fp8) for name in _other_layers(model, layers)]
     check_converted(report, strict)
     for name in report.converted:
         report.watch(name, layers[name], model)
@@ -246,6 +247,39 @@ def _convert_layer(
         linears,
         tuple([names[id(owner)] for owner in own]),
     )
+
+
+SEVERAL = 3  # large linear layers of a layer that is none of transformers' by its class
+
+
+def _other_layers(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
+    """Return the names of modules in lists that look like layers and are none by their class: of some towers,
+    resamplers and adapters."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found = [f"{name}.{place}".removeprefix(".") for name in lists for place in model.get_submodule(name)._modules]
+    names = [name for name in found if len(large_linears(model.get_submodule(name))) >= SEVERAL]
+    inside = tuple([f"{name}." for name in layers])
+    return [
+        name
+        for name in names
+        if not f"{name}.".startswith(inside)
+        and not any(layer.startswith(f"{name}.") for layer in layers)
+        and not any(name.startswith(f"{outer}.") for outer in names)
+    ]
+
+
+def _convert_other(
+    model: nn.Module, name: str, report: Report, filter_fn: Optional[FilterFn], eval_fp8: bool
+) -> LayerReport:
+    layer = model.get_submodule(name)
+    kind = type(layer).__name__
+    restore_linears(layer)
+    if not report.recipe.fp8:
+        return LayerReport(name, kind, False, "Recipe.bf16()")
+    if filter_fn is not None and not filter_fn(layer, name):
+        return LayerReport(name, kind, False, FILTERED)
+    count = len(convert_linears(layer, report.recipe, eval_fp8))
+    return LayerReport(name, kind, False, f"{kind} is no layer of transformers by its class", count)
 
 
 def _choose_offloaded(model: nn.Module, layers: dict[str, nn.Module], report: Report) -> None:

@@ -235,3 +235,17 @@ def test_a_norm_whose_class_is_patched_later_runs_its_own(monkeypatch: pytest.Mo
     monkeypatch.setattr(original, "forward", lambda self, x: 2 * x)
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     assert torch.equal(norm(x), 2 * x)
+
+
+def test_lists_of_layers_that_are_none_by_their_class() -> None:
+    model = make_model("llama")
+    others = nn.ModuleList(nn.Sequential(*(nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(3))) for _ in "ab")
+    model.resampler = others
+    report = overcoat.convert(model, filter_fn=lambda layer, name: name != "resampler.1")
+    assert {row.name: row.linears for row in report.layers if row.name.startswith("resampler")} == {
+        "resampler.0": 3,
+        "resampler.1": 0,
+    }
+    assert "resampler.1" in report.left_alone
+    overcoat.convert(model, Recipe.bf16())
+    assert not any(isinstance(module, Fp8Linear) for module in model.modules())
