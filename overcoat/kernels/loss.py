@@ -75,7 +75,7 @@ def cross_entropy_(
         logits: (C, V), rows contiguous, possibly further apart than V; overwritten if `gradient`.
         labels: (C,) int64. One that is neither `ignore_index` nor in [0, V) makes loss and gradient NaN.
         z_loss: weight of lse^2.
-        softcap: the loss is that of softcap * tanh(logits / softcap), the gradient that of logits; 0: not.
+        softcap: cap of the logits, as softcap * tanh(logits / softcap); the gradient is the uncapped logits'. 0: none.
     """
     x = logits.float().contiguous()
     inside = x / softcap if softcap else None

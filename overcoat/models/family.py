@@ -92,7 +92,7 @@ class Family(NamedTuple):
         tables: what layers are given as position_embeddings -> cos and sin, if these are not the same.
         results: how many a layer returns in a tuple, of which all but the first are None; 0: no tuple.
         proposed: whether it was proposed for a layer of another class (propose.py). given: the arguments that such a
-            layer was verified with; columns: of its cos and sin; without: those of its arguments that are None.
+            layer was verified with; columns: of its cos and sin; without: its arguments that were None.
         factor: what a layer multiplies its result with: the name of its buffer or parameter; "": nothing.
         parts: of a layer that is not transformers': the modules that its parts' classes are in.
         inputs: of such a layer: itself, its input and its other arguments -> the arguments of transformers' layers.
