@@ -86,12 +86,10 @@ def why_unusable(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
             if (reason := why_not_plain(linear)) is not None:
                 return f"{_path(layer, linear)} {reason}"
         owner: Any = modules.owner
-        # PaliGemma's text is not causal, and its masks say what is hidden.
-        if isinstance(modules.mixer, Attention) and modules.mixer.heads.causal is (
-            family.encoder or bool(getattr(getattr(owner, "config", None), "use_bidirectional_attention", False))
-        ):
-            kind = "attention of all tokens" if modules.mixer.heads.causal else "causal attention"
-            return f"{_path(layer, owner)}.is_causal is {modules.mixer.heads.causal}; only {kind} is supported"
+        # Without `is_causal` a decoder's masks say what is hidden (PaliGemma, embeddings of text).
+        is_causal = isinstance(modules.mixer, Attention) and modules.mixer.heads.causal
+        if is_causal and attends_both_ways(owner, family):
+            return f"{_path(layer, owner)}.is_causal is True; only attention of all tokens is supported"
     owner = next((modules.owner for modules in branches if isinstance(modules.mixer, Attention)), None)
     config = getattr(owner, "config", None)
     kind = getattr(config, "_attn_implementation", "sdpa")  # torchtitan's is what `refused` accepted
@@ -100,7 +98,14 @@ def why_unusable(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
             return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
         if family.encoder and window_of(owner):
             return f"attn_implementation is {kind!r}, whose layers get no mask for their window: use sdpa"
+        if not getattr(owner, "is_causal", True) and not attends_both_ways(owner, family):  # packed, of a window
+            return f"{_path(layer, owner)}.is_causal is False and attn_implementation {kind!r}: use sdpa"
     return None
+
+
+def attends_both_ways(owner: Any, family: Family) -> bool:
+    """True if a layer's family or its configuration says that a token sees those after it."""
+    return family.encoder or bool(getattr(getattr(owner, "config", None), "use_bidirectional_attention", False))
 
 
 def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:

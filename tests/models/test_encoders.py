@@ -37,7 +37,7 @@ from overcoat.models.family import decoder_layers, family_of
 from overcoat.models.images import longest
 from tests.emulation import emulate_fp8_gemms, rounded
 from tests.models.test_images import seen_rows
-from tests.models.zoo import ENCODERS, make_encoder, make_inputs
+from tests.models.zoo import ENCODERS, gradients, make_encoder, make_inputs, make_model
 from tests.nightly import mostly_nightly
 
 SEEDS = 40
@@ -229,6 +229,45 @@ def test_a_hook_anywhere_in_berts_layer_is_seen(path: str) -> None:
     with pytest.warns(UserWarning, match=f"{path} has hooks"):
         model(**make_inputs("bert"))
     assert seen == [path]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "phi3"])
+@pytest.mark.parametrize("told", ["layers", "both"])
+def test_decoders_made_encoders(kind: str, padded: bool, told: str) -> None:
+    """`is_causal` False, as LLM2Vec sets it: on attention, which the masks follow only where the configuration says so.
+    Both ways each token sees what it sees in transformers' model."""
+    model: Any = make_model(kind, layers=2).model
+    model.config.is_causal = told == "layers"
+    for layer in model.layers:
+        layer.self_attn.is_causal = False
+    original = copy.deepcopy(model)
+    report = overcoat.convert(model)
+    assert all("not causal" in row.detail for row in report.layers)
+    mask = (torch.arange(40) >= torch.tensor([[0], [11]])).long() if padded else None
+    seen, grads = [], []
+    for each in (original, model):
+        embeds = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+        hidden = each(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state
+        (hidden * torch.randn(256, generator=torch.Generator().manual_seed(1)).bfloat16())[:, 20].sum().backward()
+        seen.append(embeds.grad.abs().sum(-1) > 0)
+        grads.append(gradients(each))
+    assert set(report.running().values()) == {"FP8"}
+    assert torch.equal(*seen)
+    assert bool(seen[0][0, 39]) == (told == "both")
+    for name, x in grads[0].items():
+        if x.dim() > 1:
+            assert torch.cosine_similarity(x.float().flatten(), grads[1][name].float().flatten(), 0) > 0.95, name
+
+
+def test_an_encoder_of_a_decoder_without_masks_is_refused() -> None:
+    model: Any = make_model(layers=1).model
+    model.config._attn_implementation = "flash_attention_2"
+    for layer in model.layers:
+        layer.self_attn.is_causal = False
+    (row,) = overcoat.convert(model).layers
+    assert not row.converted
+    assert "is_causal is False and attn_implementation 'flash_attention_2': use sdpa" in row.detail
 
 
 def test_an_encoder_made_causal_is_left_to_the_original() -> None:

@@ -91,7 +91,6 @@ def wrapped(layer: Any, patch: pytest.MonkeyPatch) -> None:
 
 # What is done to a converted layer that makes another one of it, and a word that the warning has.
 CHANGES: dict[str, tuple[Change, str]] = {
-    "is_causal": (set_on("self_attn.is_causal", False), "is_causal"),
     "dropout": (set_on("self_attn.attention_dropout", 0.1), "attention_dropout is 0.1"),
     "hook": (lambda layer, patch: layer.self_attn.register_forward_hook(lambda *a: None), "self_attn has hooks"),
     "backward hook": (lambda layer, patch: layer.mlp.register_full_backward_hook(lambda *a: None), "mlp has hooks"),
@@ -194,7 +193,12 @@ def test_what_computes_the_same_goes_on_in_fp8(owner: Any, name: str, monkeypatc
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("mlp.act_fn", nn.SiLU()), ("self_attn.scaling", 0.2), ("input_layernorm", nn.LayerNorm(256).bfloat16())],
+    [
+        ("mlp.act_fn", nn.SiLU()),
+        ("self_attn.scaling", 0.2),
+        ("self_attn.is_causal", False),
+        ("input_layernorm", nn.LayerNorm(256).bfloat16()),
+    ],
 )
 def test_what_the_block_reads_goes_on_in_fp8(path: str, value: Any) -> None:
     model = make_model(layers=1)
