@@ -58,6 +58,7 @@ ARGUMENTS = (
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
+    "max_seqlen",
     "num_items_in_batch",
     "ignore_index",
     "shift_labels",
@@ -450,6 +451,9 @@ class Fp8DecoderLayer(Mixin):
             for name, value in given.items():
                 if value is not None and value is not False and name not in known:
                     return f"{name} was given, which its layer was not verified with"
+            tables = given.get("position_embeddings") if family.rotary else None
+            if tables is not None and tables[0].shape[-1] != family.columns:
+                return f"position_embeddings have {tables[0].shape[-1]} columns, verified with {family.columns}"
         return why_given([modules.owner for modules in branches if not isinstance(modules.mixer, Mlp)], given)
 
     def _note(self, ran: str) -> None:

@@ -43,7 +43,8 @@ def agreement(trace: Trace, family: Family, part: Part, u: Tensor, expected: Ten
             if turned is not None and part.tables:
                 turned = TABLES[part.tables](turned)
             rotation = rotation_of(turned, trace.x, block)
-            tables = Tables(*rotation, check_mask(trace.mask, trace.x.shape[1]))
+            is_lengths = isinstance(trace.mask, Tensor) and trace.mask.dim() == 1
+            tables = Tables(*rotation, trace.mask if is_lengths else check_mask(trace.mask, trace.x.shape[1]))
         z = reference.linear(u.flatten(0, -2), branch.in_proj)
         return decibels(expected.reshape(len(z), -1), reference.mixer(z, branch, tables))
     except (RuntimeError, ValueError, ZeroDivisionError):  # of other shapes

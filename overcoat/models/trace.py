@@ -62,7 +62,7 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
     clone = twin_of(layer, configs).to(device) if is_large else Cloner(device, configs).layer(layer)
     for part in clone.modules():
         vars(part)["training"] = False  # rates of dropout are refused by name, later
-    scene = verify.scenes_of(owner, blank)["several rows"]
+    scene = list(verify.scenes_of(owner, blank).values())[1]  # several rows, or images
     given = verify.caught_call(owner, blank, stack, int(place), scene, device, configs)
     names = tuple(name for name, value in given.items() if value is not None)
     named = tuple(inspect.signature(original_class(layer).forward).parameters)[2:]
@@ -70,7 +70,7 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
         given["attention_mask"] = None
     width = verify.width_of(owner, clone)
     generator = torch.Generator(device).manual_seed(2)
-    x = torch.randn((scene.rows, verify.LENGTH, width), generator=generator, device=device)
+    x = torch.randn((*scene.real.shape, width), generator=generator, device=device)
     events: list[Event] = []
     passed = {name: verify.detached(value) for name, value in given.items()}
     watched = {path: part for path, part in clone.named_modules() if path}
@@ -78,16 +78,16 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
         vars(part)["forward"] = _watched(path, part, events, passed, named)
     try:
         with torch.no_grad():
-            y = original_class(clone).forward(clone, x.clone(), **passed)
+            y = original_class(clone).forward(clone, x.clone() if given.dims == 3 else x[0].clone(), **passed)
     except Exception as error:
         raise UnverifiableError(f"its own forward could not run in FP32 ({error!r:.80})") from error
     finally:
         for part in watched.values():
             del vars(part)["forward"]
     results = len(y) if isinstance(y, tuple) else 0
-    y = y[0] if isinstance(y, tuple) else y
+    y = (y[0] if isinstance(y, tuple) else y).view(x.shape)
     config = config_of(clone)[0] or getattr(owner, "config", None)
-    embeddings, mask = given.get("position_embeddings"), given.get("attention_mask")
+    embeddings, mask = given.get("position_embeddings"), given.get("cu_seqlens", given.get("attention_mask"))
     without = tuple(name for name, value in given.items() if value is None)
     return Trace(clone, x, y, events, embeddings, mask, config, results, names, without)
 

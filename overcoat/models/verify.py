@@ -51,6 +51,7 @@ from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, called_by_name, 
 from overcoat.models.lora import base_of
 from overcoat.models.masks import check_mask, mask_makers, window_of
 from overcoat.models.refusals import is_conv1d
+from overcoat.models.towers import count_of, patches_of, sizes_of
 
 LIMIT_DB = 100.0
 ROWS, LENGTH = 3, 26  # tokens of a row: more than any window of the clone
@@ -87,6 +88,12 @@ class Verified(NamedTuple):
         if self.decibels >= LIMIT_DB:
             return None
         return f"{DIFFERS} to {self.decibels:.0f} dB, below {LIMIT_DB:.0f} ({self.compared})"
+
+
+class Call(dict[str, Any]):
+    """The arguments of a layer without its input. dims: of the input: 3, or 2 where it is (T, H)."""
+
+    dims = 3
 
 
 class UncallableError(UnverifiableError):
@@ -201,6 +208,9 @@ PLAIN_SCENES = {"one row": Scene(1, {}, EVERY[:1]), "several rows": Scene(ROWS, 
 
 
 def scenes_of(owner: Any, family: Family) -> dict[str, Scene]:
+    if sizes := sizes_of(owner):
+        counts = {title: count_of(given) for title, given in sizes.items()}
+        return {title: Scene(1, given, torch.ones(1, counts[title]).bool()) for title, given in sizes.items()}
     accepted = inspect.signature(original_class(owner).forward).parameters
     found = dict(PLAIN_SCENES)
     if "attention_mask" in accepted and "inputs_embeds" in accepted:
@@ -209,6 +219,10 @@ def scenes_of(owner: Any, family: Family) -> dict[str, Scene]:
     longest = getattr(getattr(owner, "config", None), "max_position_embeddings", None) or 0
     if "position_ids" in accepted and family.proposed and longest > LENGTH:  # what only grows far from 0
         found["last positions"] = Scene(1, {"position_ids": torch.arange(longest - LENGTH, longest)[None]}, EVERY[:1])
+    rope = getattr(getattr(owner, "config", None), "rope_parameters", None) or {}
+    if "position_ids" in accepted and "mrope_section" in rope:  # in time, by row and by column
+        positions = torch.arange(LENGTH) // torch.tensor([1, 2, 3])[:, None, None]
+        found["positions in images"] = Scene(1, {"position_ids": positions}, EVERY[:1])
     if "position_ids" in accepted and not family.encoder:
         cuts = torch.tensor(DOCUMENTS)
         positions = torch.cat([torch.arange(int(count)) for count in cuts.diff()])[None]
@@ -218,7 +232,7 @@ def scenes_of(owner: Any, family: Family) -> dict[str, Scene]:
 
 def caught_call(
     owner: Any, family: Family, stack: str, place: int, scene: Scene, device: torch.device, configs: dict[int, Any]
-) -> dict[str, Any]:
+) -> Call:
     """Return the arguments, without hidden_states, with which the owner's own forward calls the layer at `place`."""
     for results in range(4):  # how many a layer returns, in a tuple
         try:
@@ -241,7 +255,7 @@ def _caught_call(
     device: torch.device,
     configs: dict[int, Any],
     results: int,
-) -> dict[str, Any]:
+) -> Call:
     cloner = Cloner(device, configs, zeros=True)
     clone = cloner.layer(owner, owned=False)
     accepted = inspect.signature(original_class(owner).forward).parameters
@@ -269,38 +283,46 @@ def _caught_call(
     modules = {name: None if part is None else cloner.layer(part) for name, part in others.items()}
     modules[stack] = nn.ModuleList(fakes)
     vars(clone)["_modules"] = modules
-    hidden = torch.zeros(scene.rows, LENGTH, width_of(owner, layers[place]), device=device, dtype=torch.float32)
     given = {name: x.to(device) for name, x in scene.given.items()}
     first = "inputs_embeds" if "inputs_embeds" in accepted else "hidden_states"
-    if first not in accepted and not family.rotary:
-        return {}  # layers of an owner that takes images get hidden_states alone
-    if first not in accepted or "grid_thw" in accepted:
+    takes_sizes = bool(sizes_of(owner))
+    if first not in accepted and not family.rotary and not takes_sizes:
+        return Call()  # layers of an owner that takes images get hidden_states alone
+    if first not in accepted and not takes_sizes:
         raise UncallableError(f"{type(owner).__name__} cannot be called with made-up rows")
-    if "use_cache" in accepted or "kwargs" in accepted:
+    rows = torch.zeros(*scene.real.shape, width_of(owner, layers[place]), device=device, dtype=torch.float32)
+    inputs = [{first: rows}]
+    if takes_sizes:
+        inputs = [{first: rows[0]}] if first == "inputs_embeds" else list(patches_of(owner, rows.shape[1], device))
+    elif not takes_sizes and ("use_cache" in accepted or "kwargs" in accepted):
         given["use_cache"] = False
-    try:
-        original_class(owner).forward(clone, **{first: hidden}, **given)
-    except _CaughtError:
-        pass
-    except Exception as error:
-        kind = _TakenError if caught else UncallableError
-        raise kind(f"{type(owner).__name__} could not be called with made-up rows ({error!r:.80})") from error
+    for each in inputs:
+        try:
+            original_class(owner).forward(clone, **each, **given)
+        except _CaughtError:
+            break
+        except Exception as error:
+            if each is inputs[-1]:
+                kind = _TakenError if caught else UncallableError
+                raise kind(f"{type(owner).__name__} could not be called with made-up rows ({error!r:.80})") from error
     if place not in caught:
         raise UncallableError(f"{type(owner).__name__} did not call the layer")
     if family.rotary and caught[place].get("position_embeddings") is None:
         raise UncallableError(f"{type(owner).__name__} is given the rotation from outside")
     first_name = tuple(inspect.signature(original_class(layers[place]).forward).parameters)[1]
-    return {name: value for name, value in caught[place].items() if name != first_name}
+    call = Call({name: value for name, value in caught[place].items() if name != first_name})
+    call.dims = caught[place][first_name].dim()
+    return call
 
 
-def _made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch.device) -> dict[str, Any]:
+def _made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch.device) -> Call:
     """Return arguments by the names that the layer's own forward has for them: any angles, a causal mask with the
     layer's window or, for an encoder, one of two images."""
-    names = inspect.signature(original_class(clone).forward).parameters
+    names = {*inspect.signature(original_class(clone).forward).parameters, *family.given}
     attends = attention_of(family.branches(clone, scene.rows))
     window = window_of(attends.owner) if attends is not None else 0
     places = torch.arange(LENGTH, device=device)
-    given: dict[str, Any] = {}
+    given = Call()
     distance = places[:, None] - places
     if family.encoder:
         visible = (places[:, None] < DOCUMENTS[1]) == (places < DOCUMENTS[1])
@@ -308,6 +330,7 @@ def _made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch
         visible = (distance >= 0) & (distance < (window or LENGTH))
     if "cu_seqlens" in names:
         given["cu_seqlens"] = torch.tensor([0, DOCUMENTS[1], LENGTH], dtype=torch.int32, device=device)
+        given.dims = 2
     elif "attention_mask" in names and "attention_mask" not in family.without:
         given["attention_mask"] = torch.zeros(visible.shape, device=device).masked_fill(~visible, -math.inf)[None, None]
     if "position_ids" in names or family.q_scale is not None:
@@ -335,12 +358,12 @@ def width_of(owner: Any, layer: Any) -> int:
 # ---- the comparison ----------------------------------------------------------------------------------------------
 
 
-def _compare(clone: Any, family: Family, arguments: dict[str, Any], scene: Scene) -> dict[str, float]:
+def _compare(clone: Any, family: Family, arguments: Call, scene: Scene) -> dict[str, float]:
     """Return dB by what was compared: the block under the mask that the layer got, and where that is plainly causal or
     packed also under the mark that `masks.causal_mask` gives instead."""
     device = next(p.device for p in clone.parameters())
     generator = torch.Generator(device).manual_seed(1)
-    size = (scene.rows, LENGTH, _hidden(clone, family))
+    size = (*scene.real.shape, _hidden(clone, family))
     real = scene.real.to(device)[..., None]
     x, dy = (torch.randn(size, generator=generator, device=device, dtype=torch.float32) for _ in range(2))
     dy = dy * real
@@ -355,7 +378,7 @@ def _compare(clone: Any, family: Family, arguments: dict[str, Any], scene: Scene
 
     def own(x: Tensor) -> Tensor:
         given = {name: detached(value) for name, value in arguments.items()}
-        result = forward(clone, x if images is None else x[0], **given)
+        result = forward(clone, x if arguments.dims == 3 else x[0], **given)
         return (result[0] if isinstance(result, tuple) else result).view(x.shape)
 
     try:

@@ -20,8 +20,8 @@ from overcoat.models.families import llama
 from overcoat.models.family import Family, decoder_layers, family_of
 from tests.models.zoo import ENCODERS, every_kind, make_encoder, make_model
 
-# Their owners take images' sizes, or are given the rotation from outside.
-NOT_CAUGHT = ("pixtral", "qwen2.5-vl-vision", "qwen3-vl-vision")
+# Its owner is given the rotation from outside.
+NOT_CAUGHT = ("pixtral",)
 LAYER = "model.layers.0"
 
 
