@@ -35,7 +35,8 @@ def count_of(sizes: dict[str, Tensor]) -> int:
 def patches_of(owner: Any, count: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Yield images of `count` patches by the name that a tower's forward has for them: flat ones, then as its
     convolution takes them."""
-    first = next(module for module in owner.modules() if isinstance(module, PATCHES))
+    found = [module for module in owner.modules() if isinstance(module, PATCHES)]
+    first: Any = next((module for module in found if not isinstance(module, nn.Linear)), found[0])
     name = tuple(inspect.signature(original_class(owner).forward).parameters)[1]
     size = first.weight.shape[1:]
     yield {name: torch.zeros(count, size.numel(), device=device)}

@@ -63,7 +63,16 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
     for part in clone.modules():
         vars(part)["training"] = False  # rates of dropout are refused by name, later
     scene = list(verify.scenes_of(owner, blank).values())[1]  # several rows, or images
-    given = verify.caught_call(owner, blank, stack, int(place), scene, device, configs)
+    try:
+        given = verify.caught_call(owner, blank, stack, int(place), scene, device, configs)
+        without = tuple(name for name, value in given.items() if value is None)
+    except verify.UncallableError:
+        if not (needed := set(verify.required_by(layer))) or needed - {"cu_seqlens", "attention_mask"}:
+            raise
+        scene, without = verify.PLAIN_SCENES["one row"], ()
+        given = verify.made_up(clone, blank, scene, False, device)
+        if "attention_mask" in given:  # without one, `is_causal` shows; verified with one
+            given["attention_mask"] = None
     names = tuple(name for name, value in given.items() if value is not None)
     named = tuple(inspect.signature(original_class(layer).forward).parameters)[2:]
     if isinstance(given.get("attention_mask"), Tensor) and given["attention_mask"].dim() == 2:
@@ -88,7 +97,6 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
     y = (y[0] if isinstance(y, tuple) else y).view(x.shape)
     config = config_of(clone)[0] or getattr(owner, "config", None)
     embeddings, mask = given.get("position_embeddings"), given.get("cu_seqlens", given.get("attention_mask"))
-    without = tuple(name for name, value in given.items() if value is None)
     return Trace(clone, x, y, events, embeddings, mask, config, results, names, without)
 
 

@@ -163,7 +163,7 @@ def _verify(layer: Any, family: Family, owner: Any, stack: str, place: int) -> V
             }
             return _worst(clone, family, scenes, called)._replace(twin=twin)
     for half in (False, True):  # tables of half a head's width (gpt-oss)
-        called = {title: _made_up(clone, family, scene, half, device) for title, scene in PLAIN_SCENES.items()}
+        called = {title: made_up(clone, family, scene, half, device) for title, scene in PLAIN_SCENES.items()}
         # Images of all sizes share one row.
         scenes = {title: x for title, x in PLAIN_SCENES.items() if "cu_seqlens" not in called[title] or x.rows == 1}
         try:
@@ -286,7 +286,7 @@ def _caught_call(
     given = {name: x.to(device) for name, x in scene.given.items()}
     first = "inputs_embeds" if "inputs_embeds" in accepted else "hidden_states"
     takes_sizes = bool(sizes_of(owner))
-    if first not in accepted and not family.rotary and not takes_sizes:
+    if first not in accepted and not family.rotary and not takes_sizes and not required_by(layers[place]):
         return Call()  # layers of an owner that takes images get hidden_states alone
     if first not in accepted and not takes_sizes:
         raise UncallableError(f"{type(owner).__name__} cannot be called with made-up rows")
@@ -315,7 +315,14 @@ def _caught_call(
     return call
 
 
-def _made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch.device) -> Call:
+def required_by(layer: Any) -> tuple[str, ...]:
+    """Return what a layer's forward must be given beside its input."""
+    named = tuple(inspect.signature(original_class(layer).forward).parameters.values())[2:]
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(each.name for each in named if each.default is each.empty and each.kind not in open_ended)
+
+
+def made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch.device) -> Call:
     """Return arguments by the names that the layer's own forward has for them: any angles, a causal mask with the
     layer's window or, for an encoder, one of two images."""
     names = {*inspect.signature(original_class(clone).forward).parameters, *family.given}

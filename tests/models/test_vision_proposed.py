@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import overcoat
+from overcoat.models import propose, verify
 from tests.models.test_vision_language import IMAGE, LENGTH, MROPE, QWEN, START, TEXT, VISION
 from tests.models.zoo import trained, unevenly
 from tests.nightly import mostly_nightly
@@ -24,6 +25,10 @@ GLM = {
     "image_size": 32,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+AUDIO = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_mel_bins": 8, "max_source_positions": 32,
+    "initializer_range": 0.06,
+}  # fmt: skip
 # By the model's class: fields of its text's configuration, its tower's and its own, the number of tokens of an image,
 # and the modules in its layers that run as they are.
 Kind = tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, set[str]]
@@ -90,8 +95,23 @@ MODELS: dict[str, Kind] = {
         4,
         {"conv"},
     ),
+    "Voxtral": (
+        {"model_type": "llama"},
+        {**AUDIO, "intermediate_size": 256},
+        {},
+        8,
+        set(),
+    ),
+    "Qwen2Audio": (
+        {"model_type": "qwen2"},
+        {**AUDIO, "d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 96},
+        {},
+        16,
+        set(),
+    ),
 }  # fmt: skip
-IN_CI = ("Qwen3_5", "Glm4v", "Lfm2Vl")
+HEARING = ("Voxtral", "Qwen2Audio")
+IN_CI = ("Qwen3_5", "Glm4v", "Lfm2Vl", "Qwen2Audio")
 
 
 def make_model(name: str) -> nn.Module:
@@ -99,7 +119,10 @@ def make_model(name: str) -> nn.Module:
     text, vision, extra, *_ = MODELS[name]
     cls = getattr(transformers, f"{name}ForConditionalGeneration")
     ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "vision_start_token_id": START, "video_token_id": 92}
-    config = cls.config_class(text_config={**TEXT, **text}, vision_config=vision, **ids, **extra)
+    if name in HEARING:
+        ids = {"audio_token_id": IMAGE, "audio_token_index": IMAGE}
+    tower = "audio_config" if name in HEARING else "vision_config"
+    config = cls.config_class(text_config={**TEXT, **text}, **{tower: vision}, **ids, **extra)
     return unevenly(cls(config).to(torch.bfloat16))
 
 
@@ -116,7 +139,11 @@ def make_batch(name: str) -> dict[str, Any]:
     labels = ids.clone()
     labels[:, : 2 + count] = -100
     inputs: dict[str, Any] = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-    if name.startswith(("Qwen", "Glm")):
+    if name in HEARING:
+        inputs["input_features"] = normal(2, 8, 64)
+        if name == "Qwen2Audio":
+            inputs["feature_attention_mask"] = torch.ones(2, 64, dtype=torch.int64)
+    elif name.startswith(("Qwen", "Glm")):
         inputs["pixel_values"] = normal(64, 3 * 2 * 4 * 4)
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 8], [1, 8, 4]])
         inputs["mm_token_type_ids"] = (ids == IMAGE).int()
@@ -147,3 +174,32 @@ def test_a_step_with_images_is_that_of_the_model(name: str) -> None:
     for key, x in exact.items():
         if x.dim() > 1 and not key.endswith(("gate.weight", "router.weight")) and x.abs().max() > 0:
             assert torch.cosine_similarity(found[key].float().flatten(), x.float().flatten(), 0) > 0.95, key
+
+
+def test_text_whose_rotation_differs_in_images_alone_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table's second half is of other positions, the same in text. The block reads the first half alone."""
+    for module in (propose, verify):
+        monkeypatch.setattr(module, "_found", {})
+    model = make_model("Glm4v")
+    rotary = type(model.get_submodule("model.language_model.rotary_emb"))
+    own = rotary.forward
+
+    def crossed(self: Any, x: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        pairs = zip(own(self, x, positions, *args, **kwargs), own(self, x, positions.flip(0), *args, **kwargs))
+        return tuple(torch.cat((a.chunk(2, -1)[0], b.chunk(2, -1)[1]), -1) for a, b in pairs)
+
+    monkeypatch.setattr(rotary, "forward", crossed)
+    report = overcoat.convert(model)
+    in_fp8 = [name for name in report.converted if name not in report.in_part]
+    assert in_fp8 == ["model.visual.blocks.0", "model.visual.blocks.1"]
+
+
+def test_a_rotation_of_other_columns_runs_the_original() -> None:
+    """Of which GLM's own forward takes any number."""
+    model: Any = make_model("Glm4v")
+    overcoat.convert(model)
+    layer, x = model.model.language_model.layers[0], torch.randn(1, 5, 64).bfloat16()
+    tables = torch.rand(2, 1, 5, 24).bfloat16().unbind(0)
+    with pytest.warns(UserWarning, match="24 columns"):
+        layer(x, position_embeddings=tables)
+    assert "24 columns" in layer.overcoat_ran
