@@ -54,7 +54,7 @@ def support_matrix() -> str:
         "| model | model_type | decoder layer | in FP8 | kept | loss without logits |",
         "|---|---|---|---|---|---|",
     ]
-    proposed, others, seen = [], [], set()
+    proposed, partly, others, seen = [], [], [], set()
     for model_type in MODEL_TYPES:
         title, report = conversion(model_type)
         if report is None or not report.converted:
@@ -65,14 +65,15 @@ def support_matrix() -> str:
         seen.add(kind)
         family = family_of_layer(kind)
         if family is None:
-            proposed.append(title)
+            (partly if report.in_part else proposed).append(title)
             continue
         parts = "all but router and experts" if "router" in report.layers[-1].detail else "all"
         lines.append(f"| {title} | `{model_type}` | `{kind}` | {parts} | {kept(family)} | {head} |")
     if missing := supported_layers() - seen:
         raise ValueError(f"docs/generate.py: add the model types of {', '.join(sorted(missing))} to MODEL_TYPES")
-    rest = f"Found by their structure: {', '.join(proposed)}. Running their own forward: {', '.join(others)}."
-    return "\n".join(lines) + "\n\nAmong others: " + rest
+    named = {"Found by their structure": proposed, "in part": partly, "running their own forward": others}
+    rest = "; ".join(f"{title}: {', '.join(kinds)}" for title, kinds in named.items() if kinds)
+    return "\n".join(lines) + f"\n\n{rest}."
 
 
 def supported_layers() -> set[str]:

@@ -520,13 +520,13 @@ def is_rms_norm(norm: Any, plus_one: bool = False) -> bool:
         clone = Cloner(torch.device("cpu"), {}).layer(norm)
         x = torch.randn(9, clone.weight.shape[0], generator=torch.Generator().manual_seed(4))
         try:
-            found = original_class(norm).forward(clone, x)
-        except Exception:  # a norm that takes other inputs: its own forward runs, as ever
+            found, eps = original_class(norm).forward(clone, x), norm_eps(norm)
+        except Exception:  # a norm that takes other inputs, or has no eps: its own forward runs, as ever
             return False
         if not isinstance(found, Tensor):
             return False
         weight = 1.0 + clone.weight if plus_one else clone.weight
-        return decibels(reference.norm(x, Norm(weight, None, norm_eps(norm))), found) >= LIMIT_DB
+        return decibels(reference.norm(x, Norm(weight, None, eps)), found) >= LIMIT_DB
 
 
 def with_vocabulary(config: Any, size: int) -> dict[int, Any]:
