@@ -124,6 +124,8 @@ def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
     starts = as_starts(mask)
     if starts is not None:
         return starts
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-2:] == (1, sequence):  # padding, for all queries
+        mask = mask.expand(-1, -1, sequence, -1)
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (sequence, sequence):
         kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
