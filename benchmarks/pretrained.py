@@ -57,7 +57,12 @@ def load(parsed: argparse.Namespace) -> tuple[Any, Tensor]:
     tokenizer = load_pretrained("AutoTokenizer", "the tokenizer", parsed.model, False, **options)
     begin = tokenizer("").input_ids
     text = tokenizer(parsed.text.read_text(encoding="utf-8"), add_special_tokens=False).input_ids
-    rows = torch.tensor(text).split(parsed.length - len(begin))[:-1]
+    length = parsed.length - len(begin)
+    rows = torch.tensor(text)[: len(text) // length * length].split(length)
+    if len(rows) < 10:
+        raise ValueError(
+            f"--text is {len(rows)} rows of {parsed.length} tokens: give a longer one, or a smaller --length"
+        )
     ids = torch.stack([torch.cat([torch.tensor(begin, dtype=torch.int64), row]) for row in rows])
     model = load_pretrained("AutoModelForCausalLM", "--model", parsed.model, False, dtype=torch.float32, **options)
     if parsed.used_tokens:
@@ -143,7 +148,8 @@ def run(parsed: argparse.Namespace) -> int:
     model, ids = load(parsed)
     ids, held_out = ids[: -(len(ids) // 10)], ids[-(len(ids) // 10) :][: parsed.held_out]
     exact, truth = gradients(model, held_out[: parsed.batch])
-    told = {key: getattr(parsed, key) for key in ("gguf", "used_tokens", "steps", "seeds", "batch", "length", "lr")}
+    names = ("gguf", "used_tokens", "steps", "seeds", "batch", "length", "lr", "held_out")
+    told = {"model": Path(parsed.model).name, "text": parsed.text.name, **{key: getattr(parsed, key) for key in names}}
     print(heading(f"{parsed.gguf or parsed.model}, FP32's loss {exact:.4f}", COLUMNS), flush=True)
     base = None
     for name in parsed.recipes:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 CHUNK = 64  # tokens
 ASSUMED = (
-    "Gated DeltaNet as flash-linear-attention computes it (install it: without, a step takes far more memory and "
-    "time), the convolution before it as PyTorch does; their times are not measured"
+    "Gated DeltaNet as flash-linear-attention computes it (without that package a step takes far more memory and "
+    "time; on Hopper it needs Triton 3.7.1), the convolution before it as PyTorch does; their times are not measured"
 )
 
 

@@ -45,7 +45,8 @@ class SavingNorm(Mixin):
         """x (..., H) -> (..., H)."""
         is_on = (self.training or self.overcoat_eval) and x.numel() > 0 and not isinstance(self.weight, DTensor)
         is_same = original_class(self).forward is self.overcoat_forward and x.dtype == self.weight.dtype
-        if self.overcoat_recipe is None or not is_on or not is_same or args or kwargs:
+        has_mode = not torch.compiler.is_compiling() and why_mode()
+        if self.overcoat_recipe is None or not is_on or not is_same or has_mode or args or kwargs:
             return super().forward(x, *args, **kwargs)
         weight = 1.0 + self.weight.float() if self.overcoat_plus_one else self.weight
         return norm_forward(x, Norm(weight, None, norm_eps(self)), self.overcoat_recipe)

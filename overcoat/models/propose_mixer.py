@@ -104,14 +104,6 @@ def _heads(
             yield Heads(0, 0, 0, width, scale, full_norm=full, causal=causal, softcap=cap, clip=clip, **turn), tables
 
 
-def _looks_ahead(mask: Any) -> bool:
-    """True if a mask of all pairs shows a token those after it."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        return False
-    shown = mask if mask.dtype == torch.bool else mask > reference.HIDDEN
-    return bool(shown.triu(1).any())
-
-
 def _turns(cos: Optional[int], width: int) -> list[tuple[dict[str, Any], str]]:
     """Rotations that tables of `cos` columns allow, the usual first, with names in `TABLES`."""
     if cos is None:  # tables of no angle (`rotation_of`)

@@ -12,6 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
+from overcoat.models.clone import UnverifiableError
 from overcoat.models.family import original_class
 
 SIZES = ("grid_thw", "image_grid_thw")  # (images, 3): frames, rows and columns of patches
@@ -33,11 +34,14 @@ def count_of(sizes: dict[str, Tensor]) -> int:
 
 
 def patches_of(owner: Any, count: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Yield images of `count` patches by the name that a tower's forward has for them: flat ones, then as its
-    convolution takes them."""
+    """Yield images of `count` patches by the name that a tower's forward has for them: flat ones, then as the
+    first module takes them."""
     found = [module for module in owner.modules() if isinstance(module, PATCHES)]
-    first: Any = next((module for module in found if not isinstance(module, nn.Linear)), found[0])
+    if not found:
+        raise UnverifiableError(f"{type(owner).__name__} has no module that takes patches")
+    convolutions = [module for module in found if not isinstance(module, nn.Linear)]
     name = tuple(inspect.signature(original_class(owner).forward).parameters)[1]
-    size = first.weight.shape[1:]
-    yield {name: torch.zeros(count, size.numel(), device=device)}
-    yield {name: torch.zeros(count, *size, device=device)}
+    for first in dict.fromkeys((*convolutions[:1], found[0])):  # some have a convolution in their layers, too
+        size = first.weight.shape[1:]
+        yield {name: torch.zeros(count, size.numel(), device=device)}
+        yield {name: torch.zeros(count, *size, device=device)}

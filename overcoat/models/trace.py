@@ -48,6 +48,12 @@ class Trace(NamedTuple):
 
 
 def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
+    """Return the trace of the layer `name`, with the arguments of the model's own call; made-up ones if that cannot be
+    caught and the layer must be given lengths or a mask alone.
+
+    Raises:
+        UnverifiableError: neither can be had, or its own forward does not run in FP32.
+    """
     owner_name, _, place = name.rpartition(".")
     owner_name, _, stack = owner_name.rpartition(".")
     owner: Any = model.get_submodule(owner_name) if stack and place.isdigit() else None
@@ -137,7 +143,7 @@ def _call_of(
         if isinstance(value, Tensor) and source is None and not found:
             call.append(Argument(name, INPUT))
             found = True
-        elif source is not None or isinstance(value, (int, float, str, type(None))):
+        elif source is not None or isinstance(value, (bool, str, type(None))):  # a number may be the rows' own
             call.append(Argument(name, source, value if source is None else None))
         else:
             return None
@@ -152,8 +158,10 @@ def shape_of(linear: Any) -> tuple[int, int]:
 
 
 def parent(path: str) -> str:
+    """Return the path of the module that a module is in."""
     return path.rpartition(".")[0]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
+    """True if both hold the same numbers, whatever the shape in front of their last dimension."""
     return a.numel() == b.numel() and a.shape[-1] == b.shape[-1] and torch.equal(a.reshape(b.shape), b)

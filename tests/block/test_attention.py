@@ -180,15 +180,20 @@ def test_a_bias_of_v_costs_nothing():
     ("mask", "message"),
     [
         (torch.ones(2, 31), r"shape \(2, 31\).*attn_implementation=\"sdpa\""),
-        (torch.ones(2, 1, 1, 31), r"shape \(2, 1, 1, 31\)"),
+        (torch.ones(2, 1, 7, 31), r"shape \(2, 1, 7, 31\)"),
         ("block", "is str"),
         (torch.ones(2, 1, 31, 31, dtype=torch.int64), r"torch.int64.*mask.bool\(\)"),
     ],
-    ids=["two axes", "one query", "not a tensor", "integers"],
+    ids=["two axes", "seven queries", "not a tensor", "integers"],
 )
 def test_wrong_masks_are_named_with_the_remedy(mask, message):
     with pytest.raises(ValueError, match=message):
         check_mask(mask, 31)
+
+
+def test_a_mask_of_one_query_is_that_of_all():
+    mask = torch.rand(2, 1, 1, 31) < 0.5
+    assert torch.equal(check_mask(mask, 31), mask.expand(2, 1, 31, 31))
 
 
 @pytest.mark.parametrize("which", ["", "q", "k", "v", "qkv"])

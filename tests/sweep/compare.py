@@ -149,14 +149,16 @@ def fp8_linears(model: nn.Module) -> list[list[str]]:
 def grades(report: Report) -> tuple[str, tuple[str, ...]]:
     """Return how the layers train, and why not (all) in blocks."""
     total = len(report.layers)
+    own = list(dict.fromkeys(name for names in report.in_part.values() for name in names))
+    beside = f" beside {', '.join(own)} as {'it is' if len(own) == 1 else 'they are'}" if own else ""
     if len(report.converted) == total:
-        return "whole", ()
+        return f"whole{beside and ',' + beside}", ()
     reasons = {}
     for row in report.layers:
         if not row.converted:
             reason = row.detail.removeprefix(f"{row.kind}: ").removeprefix("no proposal was verified: ")
             reasons.setdefault(reason, None)
-    counts = [(len(report.converted), "in blocks"), (len(report.in_linear_layers), "in linear layers")]
+    counts = [(len(report.converted), f"in blocks{beside}"), (len(report.in_linear_layers), "in linear layers")]
     counts.append((len(report.left_alone), "as they are"))
     return ", ".join(f"{n} of {total} {how}" for n, how in counts if n), tuple(reasons)
 
