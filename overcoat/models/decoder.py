@@ -551,7 +551,7 @@ def as_they_are(
         if source == REST:
             kwargs.update({key: each for key, each in given.items() if key not in named})
             continue
-        each = x if source == INPUT else value if source is None else given.get(source)
+        each = x if source == INPUT else value if source is None else given.get(source, value)
         if name is None:
             args.append(each)
         else:

@@ -30,7 +30,7 @@ class Argument(NamedTuple):
     """An argument of a module that runs as it is: its name (None: by its place), and the layer's argument that it gets.
 
     source: the layer's name for it; INPUT: what the module reads of the stream; REST: all that the layer got beyond its
-        own names; None: always `value`.
+        own names; None: always `value`, which else stands for an argument that the layer did not get.
     """
 
     name: Optional[str]

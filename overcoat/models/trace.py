@@ -87,7 +87,9 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
     generator = torch.Generator(device).manual_seed(2)
     x = torch.randn((*scene.real.shape, width), generator=generator, device=device)
     events: list[Event] = []
-    passed = {name: verify.detached(value) for name, value in given.items()}
+    own = inspect.signature(original_class(layer).forward).parameters.values()
+    passed = {each.name: each.default for each in own if each.default is not each.empty}  # what calls may leave out
+    passed |= {name: verify.detached(value) for name, value in given.items()}
     watched = {path: part for path, part in clone.named_modules() if path}
     for path, part in watched.items():
         vars(part)["forward"] = _watched(path, part, events, passed, named)
@@ -130,21 +132,23 @@ def _call_of(
 ) -> Optional[tuple[Argument, ...]]:
     """Return where a module's arguments came from, as `Modules.call`; None where one was made on the way."""
     call: list[Argument] = []
-    is_open = any(
-        each.kind is each.VAR_KEYWORD for each in inspect.signature(original_class(part).forward).parameters.values()
-    )
+    own = list(inspect.signature(original_class(part).forward).parameters.values())[1:]
+    is_open = any(each.kind is each.VAR_KEYWORD for each in own)
     found = False
-    for name, value in (*((None, each) for each in args), *kwargs.items()):
-        source = next((key for key, each in passed.items() if each is value and value is not None), None)
-        if source is None and value is None and name in passed:
-            source = name
+    for place, (name, value) in enumerate((*((None, each) for each in args), *kwargs.items())):
+        known = name or (own[place].name if place < len(own) else "")
+        same = [key for key, each in passed.items() if each is value]
+        is_shared = isinstance(value, (bool, int, str, type(None)))  # one object, whoever passes it
+        if is_shared and same and known not in same:
+            return None
+        source = known if known in same else same[0] if same else None
         if source is not None and source == name and source not in named and is_open:
             continue  # with the rest
         if isinstance(value, Tensor) and source is None and not found:
             call.append(Argument(name, INPUT))
             found = True
         elif source is not None or isinstance(value, (bool, str, type(None))):  # a number may be the rows' own
-            call.append(Argument(name, source, value if source is None else None))
+            call.append(Argument(name, source, value if is_shared else None))
         else:
             return None
     return (*call, Argument(None, REST)) if is_open else tuple(call)

@@ -456,6 +456,56 @@ def test_a_mixer_that_differs_from_attention_runs_as_it_is(monkeypatch: pytest.M
     assert report.in_part == dict.fromkeys(report.converted, ("self_attn",))
 
 
+def by_place(attn: Any, x: Any, tables: Any, mask: Any) -> Any:
+    return attn(x, tables, mask)[0]
+
+
+def by_another_name(attn: Any, x: Any, tables: Any, mask: Any) -> Any:
+    return attn(x, tables, mask=mask)[0]
+
+
+@pytest.mark.filterwarnings("ignore:no decoder layer")
+@pytest.mark.parametrize(("call", "in_part"), [(by_place, True), (by_another_name, False)])
+def test_a_mask_reaches_a_mixer_whatever_its_place_and_name(
+    call: Any, in_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace's own rows have no mask: where None went says nothing by itself."""
+    model = build("diffllama")
+    layer = type(layers(model)[0])
+    own = type(layers(model)[0].self_attn).forward
+
+    def attend(self: Any, x: Any, position_embeddings: Any, attention_mask: Any = None, mask: Any = None) -> Any:
+        return own(self, x, position_embeddings, mask if attention_mask is None else attention_mask)
+
+    def forward(self: Any, hidden_states: Any, attention_mask: Any = None, position_embeddings: Any = None, **_: Any):  # type: ignore[no-untyped-def]
+        x = hidden_states + call(
+            self.self_attn, self.input_layernorm(hidden_states), position_embeddings, attention_mask
+        )
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    monkeypatch.setattr(type(layers(model)[0].self_attn), "forward", attend)
+    monkeypatch.setattr(layer, "forward", forward)
+    inputs = {**make_batch("left-padded", length=40), "use_cache": False}
+    exact = trained(copy.deepcopy(model), inputs)
+    report = overcoat.convert(model)
+    assert bool(report.in_part) == in_part
+    found = trained(model, inputs)
+    for name, x in exact.items():
+        if x.dim() == 2:
+            assert torch.cosine_similarity(found[name].float().flatten(), x.float().flatten(), 0) > 0.9, name
+
+
+def test_a_mixer_gets_flags_by_their_own_names() -> None:
+    model: Any = build("gpt_neo")
+    overcoat.convert(model)
+    layer, got = model.transformer.h[0], {}
+    layer.attn.register_forward_pre_hook(lambda _, args, named: got.update(named), with_kwargs=True)
+    layer(torch.randn(2, 5, 64).bfloat16(), use_cache=True, output_attentions=False)
+    assert layer.overcoat_ran == "FP8"
+    assert got["use_cache"] is True
+    assert got["output_attentions"] is False
+
+
 def gemma4(**fields: Any) -> Any:
     """A small dense Gemma 4: heads of 16 and of 32 columns, windows, a factor at the end of each layer."""
     torch.manual_seed(0)
