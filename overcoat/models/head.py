@@ -59,7 +59,8 @@ from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask, mask_makers, owners_of
 from overcoat.models.output import REMEDY, refuse_second_call, without_logits
 from overcoat.models.refusals import why_partitioned
-from overcoat.models.verify import is_rms_norm, verify_loss
+from overcoat.models.verify import is_rms_norm
+from overcoat.models.verify_loss import verify_loss
 from overcoat.recipe import Recipe
 
 

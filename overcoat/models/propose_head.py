@@ -20,12 +20,13 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.models import verify
+from overcoat.models import calls, verify
 from overcoat.models.clone import Cloner, UnverifiableError, stand_in, with_parts
 from overcoat.models.family import Family, ModelSpec, decoder_layers, logit_cap, original_class
 from overcoat.models.masks import nothing_hidden
 from overcoat.models.propose import MULTIPLIERS, MissError, Proposal
-from overcoat.models.verify import LIMIT_DB, VOCAB, decibels
+from overcoat.models.verify import LIMIT_DB, decibels
+from overcoat.models.verify_loss import VOCAB, with_vocabulary
 
 CAPPED = re.compile("cap")  # names of soft caps
 
@@ -177,7 +178,7 @@ class _Trial:
             return given["loss"]
 
         causal, cpu = self.causal, torch.device("cpu")
-        configs = verify.with_vocabulary(causal.config, VOCAB)
+        configs = with_vocabulary(causal.config, VOCAB)
         head = stand_in(causal.get_submodule(self.head), configs, result_of_head)
         vars(head)["_parameters"] = {"weight": nn.Parameter(torch.zeros(VOCAB, 1), requires_grad=False)}
         vars(head)["out_features"] = VOCAB
@@ -195,7 +196,7 @@ class _Trial:
         return original_class(causal).forward(clone, **inputs, labels=labels, return_dict=True), made, given
 
     def _owner(self, name: str) -> Any:
-        configs = verify.with_vocabulary(self.causal.config, VOCAB)
+        configs = with_vocabulary(self.causal.config, VOCAB)
         result = _Outputs(last_hidden_state=self.hidden)
         return stand_in(self.causal.get_submodule(name), configs, lambda *_, **__: result)
 
@@ -239,7 +240,7 @@ def _hands_on(causal: Any, text: str, stack: str, mask: Tensor) -> bool:
     owner = causal.get_submodule(text)
     cls = original_class(owner)
     blank = Family(cls.__module__, "", "", None, Proposal(()), {}, rotary=False)
-    scenes = [verify.Scene(1, given, torch.ones(1, verify.LENGTH).bool()) for given in ({}, {"attention_mask": mask})]
+    scenes = [calls.Scene(1, given, torch.ones(1, calls.LENGTH).bool()) for given in ({}, {"attention_mask": mask})]
     layers = list(getattr(owner, stack))
     kinds = getattr(owner.config, "layer_types", None) or [None] * len(layers)
     places = {
@@ -248,7 +249,7 @@ def _hands_on(causal: Any, text: str, stack: str, mask: Tensor) -> bool:
     for place in places.values():
         try:
             plain, masked = (
-                verify.caught_call(owner, blank, stack, place, scene, torch.device("cpu"), {}) for scene in scenes
+                calls.caught_call(owner, blank, stack, place, scene, torch.device("cpu"), {}) for scene in scenes
             )
         except UnverifiableError:
             return False

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.models import verify
+from overcoat.models import calls, verify
 from overcoat.models.clone import Cloner, UnverifiableError, config_of, twin_of
 from overcoat.models.family import INPUT, REST, Argument, Family, original_class
 from overcoat.models.lora import base_of
@@ -68,28 +68,28 @@ def traced(model: nn.Module, name: str, layer: Any, blank: Family) -> Trace:
     clone = twin_of(layer, configs).to(device) if is_large else Cloner(device, configs).layer(layer)
     for part in clone.modules():
         vars(part)["training"] = False  # rates of dropout are refused by name, later
-    scene = list(verify.scenes_of(owner, blank).values())[1]  # several rows, or images
+    scene = list(calls.scenes_of(owner, blank).values())[1]  # several rows, or images
     try:
-        given = verify.caught_call(owner, blank, stack, int(place), scene, device, configs)
+        given = calls.caught_call(owner, blank, stack, int(place), scene, device, configs)
         without = tuple(name for name, value in given.items() if value is None)
-    except verify.UncallableError:
-        if not (needed := set(verify.required_by(layer))) or needed - {"cu_seqlens", "attention_mask"}:
+    except calls.UncallableError:
+        if not (needed := set(calls.required_by(layer))) or needed - {"cu_seqlens", "attention_mask"}:
             raise
-        scene, without = verify.PLAIN_SCENES["one row"], ()
-        given = verify.made_up(clone, blank, scene, False, device)
+        scene, without = calls.PLAIN_SCENES["one row"], ()
+        given = calls.made_up(clone, blank, scene, False, device)
         if "attention_mask" in given:  # without one, `is_causal` shows; verified with one
             given["attention_mask"] = None
     names = tuple(name for name, value in given.items() if value is not None)
     named = tuple(inspect.signature(original_class(layer).forward).parameters)[2:]
     if isinstance(given.get("attention_mask"), Tensor) and given["attention_mask"].dim() == 2:
         given["attention_mask"] = None
-    width = verify.width_of(owner, clone)
+    width = calls.width_of(owner, clone)
     generator = torch.Generator(device).manual_seed(2)
     x = torch.randn((*scene.real.shape, width), generator=generator, device=device)
     events: list[Event] = []
     own = inspect.signature(original_class(layer).forward).parameters.values()
     passed = {each.name: each.default for each in own if each.default is not each.empty}  # what calls may leave out
-    passed |= {name: verify.detached(value) for name, value in given.items()}
+    passed |= {name: calls.detached(value) for name, value in given.items()}
     watched = {path: part for path, part in clone.named_modules() if path}
     for path, part in watched.items():
         vars(part)["forward"] = _watched(path, part, events, passed, named)

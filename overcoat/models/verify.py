@@ -22,7 +22,6 @@ same kind ("twin"). What was found holds for all layers of one kind (`kind_of`) 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +34,19 @@ from torch import Tensor, nn
 
 from overcoat.block import reference
 from overcoat.block.spec import Block, Norm, Tables
-from overcoat.models.clone import Cloner, UnverifiableError, fits, stand_in, twin_of, with_parts
+from overcoat.models.calls import (
+    DOCUMENTS,
+    LENGTH,
+    PLAIN_SCENES,
+    Call,
+    Scene,
+    UncallableError,
+    caught_call,
+    detached,
+    made_up,
+    scenes_of,
+)
+from overcoat.models.clone import Cloner, UnverifiableError, fits, twin_of
 from overcoat.models.decoder import (
     as_called,
     as_they_are,
@@ -46,16 +57,13 @@ from overcoat.models.decoder import (
     norm_eps,
     rotation_of,
 )
-from overcoat.models.family import Family, ModelSpec, Modules, original_class
+from overcoat.models.family import Family, Modules, original_class
 from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, called_by_name, has_hooks, interfaces_in, methods_in
 from overcoat.models.lora import base_of
 from overcoat.models.masks import check_mask, mask_makers, window_of
 from overcoat.models.refusals import is_conv1d
-from overcoat.models.towers import count_of, patches_of, sizes_of
 
 LIMIT_DB = 100.0
-ROWS, LENGTH = 3, 26  # tokens of a row: more than any window of the clone
-DOCUMENTS = [0, 7, 12, LENGTH]  # where they begin in a packed row, and its end
 LARGE = 4_000_000  # parameters that a CPU multiplies in 0.1 s
 STARTS = "starts of documents"
 DIFFERS = "its own forward in FP32 agrees with the proposed block only"
@@ -88,20 +96,6 @@ class Verified(NamedTuple):
         if self.decibels >= LIMIT_DB:
             return None
         return f"{DIFFERS} to {self.decibels:.0f} dB, below {LIMIT_DB:.0f} ({self.compared})"
-
-
-class Call(dict[str, Any]):
-    """The arguments of a layer without its input. dims: of the input: 3, or 2 where it is (T, H)."""
-
-    dims = 3
-
-
-class UncallableError(UnverifiableError):
-    """The model's own call of the layer cannot be caught; says why."""
-
-
-class _CaughtError(Exception):
-    """All layers of a forward have been called."""
 
 
 _found: dict[Any, Verified] = {}
@@ -190,176 +184,6 @@ def _worst(clone: Any, family: Family, scenes: dict[str, Scene], called: dict[st
             if not found >= worst:
                 worst, compared = found, f"{how}, {title}"
     return Verified(worst, None, compared, starts)
-
-
-# ---- the model's own call ----------------------------------------------------------------------------------------
-
-
-class Scene(NamedTuple):
-    """Rows that the model is given. real: bool (B, S), tokens that are no padding."""
-
-    rows: int
-    given: dict[str, Any]
-    real: Tensor
-
-
-EVERY = torch.ones(ROWS, LENGTH, dtype=torch.bool)
-PLAIN_SCENES = {"one row": Scene(1, {}, EVERY[:1]), "several rows": Scene(ROWS, {}, EVERY)}
-
-
-def scenes_of(owner: Any, family: Family) -> dict[str, Scene]:
-    if sizes := sizes_of(owner):
-        counts = {title: count_of(given) for title, given in sizes.items()}
-        return {title: Scene(1, given, torch.ones(1, counts[title]).bool()) for title, given in sizes.items()}
-    accepted = inspect.signature(original_class(owner).forward).parameters
-    found = dict(PLAIN_SCENES)
-    if "attention_mask" in accepted and "inputs_embeds" in accepted:
-        real = torch.arange(LENGTH) >= torch.tensor([[0], [5], [11]])
-        found["padding"] = Scene(ROWS, {"attention_mask": real.long()}, real)
-    longest = getattr(getattr(owner, "config", None), "max_position_embeddings", None) or 0
-    if "position_ids" in accepted and family.proposed and longest > LENGTH:  # what only grows far from 0
-        found["last positions"] = Scene(1, {"position_ids": torch.arange(longest - LENGTH, longest)[None]}, EVERY[:1])
-    rope = getattr(getattr(owner, "config", None), "rope_parameters", None) or {}
-    if "position_ids" in accepted and "mrope_section" in rope:  # in time, by row and by column
-        positions = torch.arange(LENGTH) // torch.tensor([1, 2, 3])[:, None, None]
-        found["positions in images"] = Scene(1, {"position_ids": positions}, EVERY[:1])
-    if "position_ids" in accepted and not family.encoder:
-        cuts = torch.tensor(DOCUMENTS)
-        positions = torch.cat([torch.arange(int(count)) for count in cuts.diff()])[None]
-        found["packed documents"] = Scene(1, {"position_ids": positions}, EVERY[:1])
-    return found
-
-
-def caught_call(
-    owner: Any, family: Family, stack: str, place: int, scene: Scene, device: torch.device, configs: dict[int, Any]
-) -> Call:
-    """Return the arguments, without hidden_states, with which the owner's own forward calls the layer at `place`."""
-    for results in range(4):  # how many a layer returns, in a tuple
-        try:
-            return _caught_call(owner, family, stack, place, scene, device, configs, results)
-        except _TakenError as error:
-            wrong = error
-    raise UncallableError(str(wrong)) from wrong
-
-
-class _TakenError(Exception):
-    """The owner's forward cannot take what its layers gave."""
-
-
-def _caught_call(
-    owner: Any,
-    family: Family,
-    stack: str,
-    place: int,
-    scene: Scene,
-    device: torch.device,
-    configs: dict[int, Any],
-    results: int,
-) -> Call:
-    cloner = Cloner(device, configs, zeros=True)
-    clone = cloner.layer(owner, owned=False)
-    accepted = inspect.signature(original_class(owner).forward).parameters
-    caught: dict[int, dict[str, Any]] = {}
-    layers = list(getattr(owner, stack))
-
-    def recorder(index: int) -> Callable[..., Tensor]:
-        names = tuple(inspect.signature(original_class(layers[index]).forward).parameters)[1:]
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            caught[index] = {**dict(zip(names, args, strict=False)), **kwargs}
-            if len(caught) == len(layers):
-                raise _CaughtError
-            hidden = caught[index][names[0]]
-            return (hidden, *(None,) * (results - 1)) if results else hidden
-
-        return record
-
-    fakes = []
-    for index, layer in enumerate(layers):
-        fake = cloner.layer(layer, owned=False)
-        vars(fake)["forward"] = recorder(index)
-        fakes.append(fake)
-    others = {name: part for name, part in owner._modules.items() if name != stack}
-    modules = {name: None if part is None else cloner.layer(part) for name, part in others.items()}
-    modules[stack] = nn.ModuleList(fakes)
-    vars(clone)["_modules"] = modules
-    given = {name: x.to(device) for name, x in scene.given.items()}
-    first = "inputs_embeds" if "inputs_embeds" in accepted else "hidden_states"
-    takes_sizes = bool(sizes_of(owner))
-    if first not in accepted and not family.rotary and not takes_sizes and not required_by(layers[place]):
-        return Call()  # layers of an owner that takes images get hidden_states alone
-    if first not in accepted and not takes_sizes:
-        raise UncallableError(f"{type(owner).__name__} cannot be called with made-up rows")
-    rows = torch.zeros(*scene.real.shape, width_of(owner, layers[place]), device=device, dtype=torch.float32)
-    inputs = [{first: rows}]
-    if takes_sizes:
-        inputs = [{first: rows[0]}] if first == "inputs_embeds" else list(patches_of(owner, rows.shape[1], device))
-    elif not takes_sizes and ("use_cache" in accepted or "kwargs" in accepted):
-        given["use_cache"] = False
-    for each in inputs:
-        try:
-            original_class(owner).forward(clone, **each, **given)
-        except _CaughtError:
-            break
-        except Exception as error:
-            if each is inputs[-1]:
-                kind = _TakenError if caught else UncallableError
-                raise kind(f"{type(owner).__name__} could not be called with made-up rows ({error!r:.80})") from error
-    if place not in caught:
-        raise UncallableError(f"{type(owner).__name__} did not call the layer")
-    if family.rotary and caught[place].get("position_embeddings") is None:
-        raise UncallableError(f"{type(owner).__name__} is given the rotation from outside")
-    first_name = tuple(inspect.signature(original_class(layers[place]).forward).parameters)[1]
-    call = Call({name: value for name, value in caught[place].items() if name != first_name})
-    call.dims = caught[place][first_name].dim()
-    return call
-
-
-def required_by(layer: Any) -> tuple[str, ...]:
-    """Return what a layer's forward must be given beside its input."""
-    named = tuple(inspect.signature(original_class(layer).forward).parameters.values())[2:]
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(each.name for each in named if each.default is each.empty and each.kind not in open_ended)
-
-
-def made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch.device) -> Call:
-    """Return arguments by the names that the layer's own forward has for them: any angles, a causal mask with the
-    layer's window or, for an encoder, one of two images."""
-    names = {*inspect.signature(original_class(clone).forward).parameters, *family.given}
-    attends = attention_of(family.branches(clone, scene.rows))
-    window = window_of(attends.owner) if attends is not None else 0
-    places = torch.arange(LENGTH, device=device)
-    given = Call()
-    distance = places[:, None] - places
-    if family.encoder:
-        visible = (places[:, None] < DOCUMENTS[1]) == (places < DOCUMENTS[1])
-    else:
-        visible = (distance >= 0) & (distance < (window or LENGTH))
-    if "cu_seqlens" in names:
-        given["cu_seqlens"] = torch.tensor([0, DOCUMENTS[1], LENGTH], dtype=torch.int32, device=device)
-        given.dims = 2
-    elif "attention_mask" in names and "attention_mask" not in family.without:
-        given["attention_mask"] = torch.zeros(visible.shape, device=device).masked_fill(~visible, -math.inf)[None, None]
-    if "position_ids" in names or family.q_scale is not None:
-        given["position_ids"] = places.expand(scene.rows, -1)
-    if family.rotary:
-        generator = torch.Generator(device).manual_seed(2)
-        heads = None if attends is None else attends.mixer.heads
-        columns = family.columns if heads is None else heads.rotated or heads.width
-        angles = torch.rand(LENGTH, columns // 2, generator=generator, device=device) * 6.0
-        if not half:
-            twice = heads is not None and heads.rope_repeated
-            angles = angles.repeat_interleave(2, -1) if twice else torch.cat((angles, angles), -1)
-        tables: Any = (angles.cos(), angles.sin())
-        given["position_embeddings"] = tables if family.encoder else tuple(x[None] for x in tables)
-    return given
-
-
-def width_of(owner: Any, layer: Any) -> int:
-    config = next((part.config for part in (*layer.modules(), owner) if hasattr(part, "config")), None)
-    if config is None:
-        raise UnverifiableError("the layer has no configuration that says how wide it is")
-    return int(config.hidden_size)
 
 
 # ---- the comparison ----------------------------------------------------------------------------------------------
@@ -473,45 +297,10 @@ def _sees(mask: Tensor, query: int, key: int) -> bool:
     return bool(shown) if mask.dtype == torch.bool else float(shown) > reference.HIDDEN
 
 
-def detached(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(detached, value))
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _hidden(clone: Any, family: Family) -> int:
     """The layer's own width, which a twin has smaller than the model."""
     base = base_of(next(each.in_proj[0] for each in family.branches(clone, 1) if each.in_proj))
     return int(base.weight.shape[0 if is_conv1d(base) else 1])
-
-
-# ---- the loss ----------------------------------------------------------------------------------------------------
-
-VOCAB = 61
-
-
-class _Outputs:
-    """The result of a model's text in place of the real one: hidden states, and None by any other name."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, place: Any) -> Any:
-        return self.last_hidden_state if place == 0 else ()
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def verify_loss(model: Any, spec: ModelSpec, scale: float, cap: float) -> Verified:
-    """Return how closely a causal model's own loss agrees with the cross-entropy of scale * lm_head(hidden), capped and
-    shifted as `spec` has it: the mean over tokens with labels, and the sum by `num_items_in_batch`; loss and gradient
-    of what lm_head gets."""
-    try:
-        with undisturbed():
-            return _verify_loss(model, spec, scale, cap)
-    except Exception as error:
-        return Verified(reason=f"{error!r:.100}")
 
 
 def is_rms_norm(norm: Any, plus_one: bool = False) -> bool:
@@ -527,59 +316,6 @@ def is_rms_norm(norm: Any, plus_one: bool = False) -> bool:
             return False
         weight = 1.0 + clone.weight if plus_one else clone.weight
         return decibels(reference.norm(x, Norm(weight, None, eps)), found) >= LIMIT_DB
-
-
-def with_vocabulary(config: Any, size: int) -> dict[int, Any]:
-    """Return the configuration's copy of another vocabulary, by its id, for a `Cloner`."""
-    made = copy.copy(config)
-    text = config.get_text_config()
-    for name in [name for name, value in vars(config).items() if value is text]:
-        setattr(made, name, copy.copy(text))
-    made.get_text_config().vocab_size = made.vocab_size = size
-    return {id(config): made}
-
-
-def _verify_loss(model: Any, spec: ModelSpec, scale: float, cap: float) -> Verified:
-    generator = torch.Generator().manual_seed(3)
-    own_head, configs = model.get_submodule(spec.head), with_vocabulary(model.config, VOCAB)
-    width = own_head.in_features
-    leaf = torch.randn((ROWS, LENGTH, width), generator=generator).requires_grad_()
-    # Logits of a standard deviation of 6, of any width.
-    weight = torch.randn((VOCAB, width), generator=generator) * (32 / width) ** 0.5
-    bias = None if own_head.bias is None else torch.randn(VOCAB, generator=generator)
-    head, taken = nn.Linear(1, VOCAB, bias=False), []
-    head.weight = nn.Parameter(weight, requires_grad=False)
-    head.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-
-    def result_of_head(x: Tensor) -> Tensor:
-        taken.append(x)
-        return nn.Linear.forward(head, x)  # it may be patched
-
-    vars(head)["forward"] = result_of_head
-    top, *path = spec.text.split(".")
-    stub = stand_in(model.get_submodule(top), configs, lambda *_, **__: _Outputs(leaf))
-    stub._modules.update(dict.fromkeys(path, stub))  # the model may call what is inside
-    cloner = Cloner(torch.device("cpu"), configs)
-    cloner.made[id(own_head)] = head
-    clone = with_parts(cloner, model, {top: stub, spec.head: head})
-    vars(clone)["vocab_size"] = VOCAB
-    ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
-    labels = ids.masked_fill(ids < 9, -100)
-    targets = (labels[:, 1:] if spec.shifts else labels).flatten()
-    worst, compared = math.inf, ""
-    for title, given in {"mean": {}, "sum": {"num_items_in_batch": 17}}.items():
-        own = original_class(model).forward(clone, input_ids=ids, labels=labels, return_dict=True, **given).loss
-        x = taken[-1]
-        logits = scale * (x @ weight.t() + (0.0 if bias is None else bias))
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        logits = (logits[:, :-1] if spec.shifts else logits).reshape(-1, VOCAB)
-        nll = (logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0])[targets >= 0]
-        expected = nll.sum() / 17 if given and spec.shifts else nll.mean()
-        gradients = [torch.autograd.grad(y, x, retain_graph=True)[0] for y in (expected, own)]
-        for what, (ours, theirs) in {"loss": (expected, own), "gradient": gradients}.items():
-            if not (found := decibels(theirs, ours)) >= worst:
-                worst, compared = found, f"{what}, {title}"
-    return Verified(worst, None, compared)
 
 
 # ---- around it ---------------------------------------------------------------------------------------------------
