@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overcoat.block.attention import Attention
 from overcoat.block.context import own_part
 from overcoat.distributed.fp8_all_gather import fsdp_params
-from overcoat.models.decoder import Fp8DecoderLayer
+from overcoat.models.decoder import Fp8DecoderLayer, attention_of
 from overcoat.models.family import decoder_layers, find_causal_model
 from overcoat.models.head import LeanLossModel, shifted, why_head_replaced
 from overcoat.models.masks import nothing_hidden
@@ -145,6 +145,9 @@ def _why_not(model: Any) -> Optional[str]:
         branches, why = branches_of(layer, layer.overcoat_family)
         if branches is None:
             return f"{name}: {why}"
+        own = [type(branch.owner).__name__ for branch in branches if branch.mixer is None]
+        if own and attention_of(branches) is None:
+            return f"{name}: its {own[0]} runs as it is, and would see one process' tokens alone"
         for heads in [branch.mixer.heads for branch in branches if isinstance(branch.mixer, Attention)]:
             if heads.softcap or not heads.causal:
                 return f"{name}: its attention is " + ("capped" if heads.softcap else "not causal")

@@ -21,6 +21,7 @@ from overcoat.kernels.attention import attention, attention_backward
 from tests.emulation import sqnr
 from tests.models.zoo import VOCAB, make_model
 from tests.processes import on_many
+from tests.sweep.tiny import tiny
 
 HEADS = Heads(2, 4, 2, 16, 0.25)
 LENGTH = 96
@@ -122,6 +123,8 @@ def _refused(rank: int) -> None:
         overcoat.convert(model, recipe or Recipe())
         return model
 
+    hybrid = tiny("qwen3_5_text", narrow=True, layer_types=["linear_attention", "full_attention"])
+    overcoat.convert(hybrid)
     yarn = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     for model, words in (
         (make_model(layers=1), "has not given it"),
@@ -129,6 +132,7 @@ def _refused(rank: int) -> None:
         (made("gemma2"), "capped"),
         (made(rope_parameters=yarn), "dynamic"),
         (made(recipe=Recipe(head=None)), "has not given it"),
+        (hybrid, "Qwen3_5GatedDeltaNet runs as it is"),
     ):
         with pytest.raises(ValueError, match=words):
             overcoat.context_parallel(model, mesh)
