@@ -43,6 +43,7 @@ from overcoat.train.config import Config, error_context
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.data import PackedRows
+from overcoat.train.documents import warn_if_documents_mix
 from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.export import export
 from overcoat.train.files import lock, sweep
@@ -266,6 +267,8 @@ def make_state(
         report = overcoat.convert(model, recipe, strict=True)
     check_tables(model, corpus.num_ids, config)
     stop_at(base_model(model), corpus.stops)
+    if config.data.masks_documents and not config.data.images:
+        warn_if_documents_mix(model, corpus.num_ids, device)
     memory.forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:
