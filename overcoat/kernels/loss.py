@@ -336,6 +336,7 @@ def linear_cross_entropy(
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = hidden.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()  # cuBLAS adds a strided one in another order
     dhidden = torch.empty_like(hidden) if want_hidden else None
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     dbias = losses.new_zeros(vocabulary) if want_bias else None
