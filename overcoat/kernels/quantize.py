@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.formats import FLOAT8, cast_float8, quantize_tensor
+from overcoat.formats import FLOAT8, cast_float8, quantize_tensor, scale_from_amax
 from overcoat.kernels.device import (
     EXACT,
     as_words,
@@ -36,6 +36,7 @@ from overcoat.kernels.device import (
     larger,
     max_magnitude,
     pack_rows,
+    power_of_2,
     scale_of,
     to_float8,
 )
@@ -317,3 +318,49 @@ def _(x, scale, fmt):
     out_t = x.new_empty(x.shape[1], padded_tokens(x.shape[0]), dtype=FLOAT8[fmt].dtype)
     launch_quantize([x], scale, None, out_t, None, fmt)
     return out_t
+
+
+# ---- FP8 with a scale for each row -----------------------------------------------------------------------------------
+
+
+@op
+def quantize_rows(x: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
+    """Quantize x (T, C) with one scale for each row: data (T, C) and scales (T,) FP32."""
+    scale = scale_from_amax(x.abs().amax(1), FLOAT8[fmt])
+    return cast_float8(x.contiguous().float() * (1.0 / scale)[:, None], FLOAT8[fmt]), scale
+
+
+@quantize_rows.fake
+def _(x, fmt):
+    return x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@kernel
+def _quantize_rows_kernel(
+    x_ptr,  # (T, C)
+    out_ptr,  # (T, C) FP8
+    scale_ptr,  # (T,) FP32
+    C, INVERSE_MAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * C
+    top = tl.zeros((1, BLOCK), tl.float32)
+    c = tl.arange(0, BLOCK)[None, :]
+    for c0 in range(0, C, BLOCK):
+        top = larger(top, tl.abs(tl.load(x_ptr + c0 + c, mask=c < C - c0, other=0.0).to(tl.float32)))
+    scale = scale_of(max_magnitude(max_magnitude(top, 1), 0), INVERSE_MAX)
+    tl.store(scale_ptr + row, scale)
+    inverse = inverse_of(scale)
+    for c0 in range(0, C, BLOCK):
+        x = tl.load(x_ptr + c0 + c, mask=c < C - c0, other=0.0).to(tl.float32) * inverse
+        tl.store(out_ptr + row * C + c0 + c, to_float8(x, out_ptr.dtype.element_ty), mask=c < C - c0)
+
+
+@quantize_rows.cuda
+def _(x, fmt):
+    x = x.contiguous()
+    out, scale = x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), x.new_empty(x.shape[0], dtype=torch.float32)
+    if x.numel():
+        block = min(power_of_2(x.shape[1]), 4096)
+        _quantize_rows_kernel[(x.shape[0],)](x, out, scale, x.shape[1], inverse_max(fmt), block, num_warps=4, **EXACT)
+    return out, scale

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import overcoat.models.convert  # noqa: F401, registers all ops of a block
 from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
+from overcoat.kernels.experts import gather_t
+from overcoat.kernels.grouped import route
 from overcoat.kernels.op import Op
 from overcoat.kernels.rope import qk_rope_encode12_
 
@@ -71,6 +73,7 @@ def _quantize() -> None:
             add("quantize", x, amax(x), fmt)
             add("quantize_both", x, amax(x), fmt)
             add("quantize_t", x, amax(x) / 448, fmt)
+            add("quantize_rows", x, fmt)
         add("amax", x)
         counts, maxima = [len(weights), 2], [amax(weights[0]), amax(x)]
         add("quantize_operands", weights, counts[:1], [])
@@ -281,6 +284,40 @@ def block_operands(a: Tensor, b: Tensor, square: bool) -> tuple[Tensor, Tensor, 
     return left.data, right.data, left.scale.t().contiguous(), scale
 
 
+def _experts() -> None:
+    for (tokens, chosen, experts), (rows, columns), dtype in (
+        ((1, 1, 3), (16, 16), torch.bfloat16),
+        ((9, 2, 4), (48, 32), torch.float32),
+        ((70, 3, 5), (80, 176), torch.bfloat16),
+    ):
+        x, w = normal(tokens, columns, dtype=dtype), normal(experts, rows, columns, dtype=dtype, seed=1)
+        index = normal(tokens, experts - 1, seed=2).topk(chosen).indices + 1  # none for the first
+        add("route", index, experts, 64)
+        slots, owner, of_tile, bounds = route(index, experts, 64)
+        x8, w8 = quantize_tensor(x), quantize_tensor(w.flatten(0, 1)).data.view(w.shape)
+        top, scales = w.abs().amax((1, 2)).float(), normal(experts, seed=3).abs()
+        add("expert_amax", w)
+        for transposed in (False, True):
+            add("quantize_experts", w, top, transposed)
+        gathered = gather_t(x8.data, owner, None, None, "e4m3")[0]
+        weights = torch.where(owner < 0, 0.0, normal(len(owner), seed=4).abs())
+        add("gather_t", x8.data, owner, None, None, "e4m3")
+        add("gather_t", x, owner, weights, amax(x) * 4, "e5m2")
+        add("grouped_gemm", x8.data, owner, w8, of_tile, x8.scale, scales, dtype)
+        plain = gathered.view(torch.uint8).t().contiguous().view(gathered.dtype)
+        rows = normal(tokens, seed=8).abs()
+        add("grouped_gemm", x8.data, owner, w8, of_tile, rows, scales, dtype)
+        add("grouped_gemm", plain, None, w8, of_tile, x8.scale, scales, dtype)
+        add("grouped_wgrad", gathered[: columns // 2], gathered, bounds, 64, x8.scale, dtype, tokens > 9)
+        y = normal(len(owner), columns, dtype=dtype, seed=5)
+        for each in (None, normal(tokens, chosen, seed=6)):
+            add("combine", y, slots, each)
+        for activation, code, parts in (("silu", "sqrt8", 2), ("relu2", "int8", 1)):
+            kept = encode_groups(normal(len(owner) * parts, columns, dtype=dtype, seed=7), code, 64)
+            codes, maxima = kept.data.view(len(owner), -1), kept.scale.view(len(owner), parts, -1)
+            add("expert_gradient", y, codes, maxima, weights, activation, code, 64)
+
+
 def _hardware() -> None:
     x = normal(7, 24).abs() + 0.5
     for name in ("log2", "exp2", "sqrt", "rsqrt", "reciprocal"):
@@ -289,5 +326,17 @@ def _hardware() -> None:
     add("fma", x, x + 1, x - 1)
 
 
-for make in (_quantize, _gemm, _norm, _rope, _activation, _attention, _loss, _blockwise, _block_gemm, _hardware):
+for make in (
+    _quantize,
+    _gemm,
+    _norm,
+    _rope,
+    _activation,
+    _attention,
+    _loss,
+    _blockwise,
+    _block_gemm,
+    _experts,
+    _hardware,
+):
     make()

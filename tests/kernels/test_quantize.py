@@ -104,6 +104,24 @@ def test_extreme_scales_in_the_kernel(top, fmt):
     assert_equal(ops.quantize_both.kernel(*arguments), ops.quantize_both.reference(*arguments))
 
 
+@pytest.mark.parametrize("shape", AWKWARD_SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@formats
+@pytest.mark.kernel
+def test_rows_kernel(shape, dtype, fmt):
+    x = awkward(*shape, dtype)
+    assert_equal(ops.quantize_rows.kernel(x, fmt), ops.quantize_rows.reference(x, fmt))
+
+
+def test_each_row_has_its_own_scale(device):
+    x = normal(5, 40).to(device) * torch.tensor([1.0, 1e-6, 0.0, 1e5, 1.0], device=device)[:, None]
+    data, scale = ops.quantize_rows(x, "e4m3")
+    for row, codes, each in zip(x, data, scale):
+        expected = quantize_tensor(row[None], E4M3)
+        assert torch.equal(codes.float(), expected.data[0].float())
+        assert each == expected.scale
+
+
 # ---- Weights stacked into one operand, with one scale or in 128x128 blocks, and their kernels, bit for bit ----------
 
 

@@ -1,0 +1,339 @@
+"""What is around the GEMMs of experts (grouped.py): operands of weights, rows gathered into slots and summed back.
+
+    expert_amax, quantize_experts    weights (E, N, K) as E4M3 operands, one scale for each expert
+    gather_t                         rows of tokens, in slots, transposed: an operand of wgrad
+    combine                          out[t] = sum over a token's experts of weight * y[slot]
+    expert_gradient                  dh = weight * g, and the gradient of the routing weight, g . h
+
+y = h W^T is not saved for the gradient of the routing weight, dout . y: it is (dout W) . h, and g = dout W is what
+dgrad computes anyway. (So does SonicMoE, arXiv 2512.14080.)
+
+The kernels equal their references bit for bit, but for the sums of `expert_gradient`, added in another order.
+
+Legend: T tokens, k experts per token, E experts, S slots, I intermediate width, N rows of a weight, K its columns.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import E4M3, FLOAT8, decode_float8, quantize_tensor
+from overcoat.kernels.activation import activation_of, decoded, load_operands
+from overcoat.kernels.codes import CODES, decode
+from overcoat.kernels.device import (
+    EXACT,
+    as_words,
+    atomic_amax,
+    inverse_max,
+    inverse_of,
+    larger,
+    max_magnitude,
+    pack_rows,
+    power_of_2,
+    scale_of,
+)
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel
+from overcoat.kernels.op import op
+from overcoat.kernels.quantize import PLAIN_TILE, TRANSPOSED_TILE, alignment, quantize_tile
+from overcoat.kernels.tiles import group_columns
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@op
+def expert_amax(w: Tensor) -> Tensor:
+    """Return max |w| of each expert, (E,) FP32, of weights (E, N, K)."""
+    return w.abs().amax((1, 2)).float()
+
+
+@expert_amax.fake
+def _(w):
+    return w.new_empty(w.shape[0], dtype=torch.float32)
+
+
+@kernel
+def _expert_amax_kernel(w_ptr, out_ptr, SIZE, BLOCK: tl.constexpr):
+    w_ptr += tl.program_id(1).to(tl.int64) * SIZE
+    top = tl.zeros((1, BLOCK), tl.float32)
+    offsets = tl.arange(0, BLOCK)[None, :]
+    for block in range(tl.program_id(0), tl.cdiv(SIZE, BLOCK), tl.num_programs(0)):
+        start = block * BLOCK
+        w = tl.load(w_ptr + start + offsets, mask=offsets < SIZE - start, other=0.0)
+        top = larger(top, tl.abs(w.to(tl.float32)))
+    atomic_amax(out_ptr + tl.program_id(1), max_magnitude(max_magnitude(top, 1), 0))
+
+
+AMAX_BLOCK, AMAX_PROGRAMS = 8192, 32
+
+
+@expert_amax.cuda
+def _(w):
+    w, out = w.contiguous(), w.new_zeros(w.shape[0], dtype=torch.float32)
+    size = w.shape[1] * w.shape[2]
+    _expert_amax_kernel[(min(cdiv(size, AMAX_BLOCK), AMAX_PROGRAMS), w.shape[0])](w, out, size, AMAX_BLOCK, num_warps=8)
+    return out
+
+
+@op
+def quantize_experts(w: Tensor, amax: Tensor, transposed: bool) -> Tuple[Tensor, Tensor]:
+    """Quantize weights (E, N, K) with one scale for each expert, from its maximum in amax (E,) FP32.
+
+    Returns:
+        E4M3 data (E, N, K), or (E, K, N) if `transposed`; scales (E,) FP32.
+    """
+    data, scales = zip(*[quantize_tensor(each, E4M3, top) for each, top in zip(w, amax, strict=True)], strict=True)
+    whole = torch.stack([each.view(torch.uint8) for each in data])
+    whole = whole.transpose(1, 2).contiguous() if transposed else whole
+    return whole.view(E4M3.dtype), torch.stack(list(scales))
+
+
+@quantize_experts.fake
+def _(w, amax, transposed):
+    e, n, k = w.shape
+    return w.new_empty((e, k, n) if transposed else (e, n, k), dtype=E4M3.dtype), torch.empty_like(amax)
+
+
+@kernel
+def _quantize_experts_kernel(
+    w_ptr,  # (E, N, K)
+    amax_ptr,  # (E,) FP32
+    out_ptr,  # (E, N, K) E4M3; (E, K, N) if TRANSPOSED
+    scale_ptr,  # (E,) FP32
+    N, K, INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    expert, across = tl.program_id(1), tl.cdiv(K, BK)
+    n0, k0 = tl.program_id(0) // across * BN, tl.program_id(0) % across * BK
+    scale = scale_of(tl.load(amax_ptr + expert), INVERSE_MAX)
+    tl.store(scale_ptr + expert, scale, mask=tl.program_id(0) == 0)
+    inverse, first = inverse_of(scale), expert.to(tl.int64) * N * K
+    k, start = tl.arange(0, BK), first + n0.to(tl.int64) * K + k0
+    if TRANSPOSED:
+        pair = tl.arange(0, BN // 2)
+        w_ptr += start
+        _, even = quantize_tile(w_ptr, w_ptr, 2 * pair, k, N - n0, K - k0, K, inverse, False, ALIGN)
+        _, odd = quantize_tile(w_ptr, w_ptr, 2 * pair + 1, k, N - n0, K - k0, K, inverse, False, ALIGN)
+        words = tl.trans(pack_rows(even, odd, tl.float8e4nv))
+        inside = (k < K - k0)[:, None] & (pair < (N - n0) // 2)[None, :]
+        target = as_words(out_ptr, 16) + (first + k0.to(tl.int64) * N + n0) // 2
+        tl.store(target + (k[:, None] * (N // 2) + pair[None, :]), words, mask=inside)
+    else:
+        quantize_tile(w_ptr + start, out_ptr + start, tl.arange(0, BN), k, N - n0, K - k0, K, inverse, True, ALIGN)
+
+
+@quantize_experts.cuda
+def _(w, amax, transposed):
+    w, (experts, rows, columns) = w.contiguous(), w.shape
+    if transposed and rows % 2:  # two rows are one word
+        return quantize_experts.reference(w, amax, transposed)
+    out = w.new_empty((experts, columns, rows) if transposed else w.shape, dtype=E4M3.dtype)
+    scale, tile = torch.empty_like(amax), TRANSPOSED_TILE if transposed else PLAIN_TILE
+    _quantize_experts_kernel[(cdiv(rows, tile[0]) * cdiv(columns, tile[1]), experts)](
+        w, amax.contiguous(), out, scale, rows, columns, inverse_max("e4m3"), alignment([w], columns), transposed,
+        *tile, num_warps=4, **EXACT,
+    )  # fmt: skip
+    return out, scale
+
+
+# ---- rows of tokens in slots -----------------------------------------------------------------------------------------
+
+
+@op
+def gather_t(x: Tensor, tokens: Tensor, weights: Optional[Tensor], amax: Optional[Tensor], fmt: str) -> Tuple[
+    Tensor, Tensor
+]:  # fmt: skip
+    """Return the rows of x (T, C) in slots, transposed: (C, S) FP8 and its 0-d FP32 scale; 0 in slots without a token.
+
+    Args:
+        x: FP8 of format `fmt`, whose codes are moved (the scale is 1); or values to quantize.
+        tokens: (S,) int32, -1: none.
+        weights: (S,) FP32, factors of the rows, or None. amax: of what is quantized, or more, 0-d FP32; None for FP8.
+    """
+    rows = decode_float8(x) if amax is None else x.float()
+    rows = rows[tokens.clamp(min=0).long()]
+    rows = rows if weights is None else rows * weights[:, None]
+    data, scale = quantize_tensor(rows, FLOAT8[fmt], rows.new_full((), FLOAT8[fmt].max) if amax is None else amax)
+    codes = torch.where(tokens[:, None] >= 0, data.view(torch.uint8), 0)
+    return codes.t().contiguous().view(data.dtype), scale
+
+
+@gather_t.fake
+def _(x, tokens, weights, amax, fmt):
+    return x.new_empty(x.shape[1], tokens.shape[0], dtype=FLOAT8[fmt].dtype), x.new_empty((), dtype=torch.float32)
+
+
+@triton.jit
+def _gathered(x_ptr, tokens_ptr, weights_ptr, slot, c, columns, C, inverse, WEIGHTED: tl.constexpr):
+    """Return rows of tokens in slots `slot`, times weight and `inverse`, FP32; 0 where there are none."""
+    token = tl.load(tokens_ptr + slot)
+    inside = (token >= 0)[:, None] & (c < columns)[None, :]
+    x = tl.load(x_ptr + (tl.maximum(token, 0).to(tl.int64)[:, None] * C + c[None, :]), mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if WEIGHTED:
+        x = x * tl.load(weights_ptr + slot)[:, None]
+    return tl.where(inside, x * inverse, 0.0)
+
+
+@kernel
+def _gather_t_kernel(
+    x_ptr,  # (T, C)
+    tokens_ptr,  # (S,) int32
+    weights_ptr,  # (S,) FP32, if WEIGHTED
+    amax_ptr,  # 0-d FP32, if QUANTIZE
+    out_ptr,  # (C, S) FP8, of which two are stored together
+    scale_ptr,  # 0-d FP32
+    C, S, INVERSE_MAX: tl.constexpr, QUANTIZE: tl.constexpr, WEIGHTED: tl.constexpr, BS: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX) if QUANTIZE else 1.0
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+    inverse = inverse_of(scale) if QUANTIZE else 1.0
+    s0, c0 = tl.program_id(1) * BS, tl.program_id(0) * BC
+    pair, c = tl.arange(0, BS // 2), tl.arange(0, BC)
+    x_ptr += c0
+    even = _gathered(x_ptr, tokens_ptr, weights_ptr, s0 + 2 * pair, c, C - c0, C, inverse, WEIGHTED)
+    odd = _gathered(x_ptr, tokens_ptr, weights_ptr, s0 + 2 * pair + 1, c, C - c0, C, inverse, WEIGHTED)
+    words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
+    target = as_words(out_ptr, 16) + (c0.to(tl.int64) * (S // 2) + s0 // 2)
+    tl.store(target + (c[:, None] * (S // 2) + pair[None, :]), words, mask=(c < C - c0)[:, None])
+
+
+@gather_t.cuda
+def _(x, tokens, weights, amax, fmt):
+    x, tokens, weights = dense(x, tokens, weights)
+    columns, slots = x.shape[1], tokens.shape[0]
+    if slots % 64:  # a tile is 64 slots
+        return gather_t.reference(x, tokens, weights, amax, fmt)
+    out, scale = x.new_empty(columns, slots, dtype=FLOAT8[fmt].dtype), x.new_empty((), dtype=torch.float32)
+    if slots:
+        _gather_t_kernel[(cdiv(columns, 128), slots // 64)](
+            x, tokens, scale if weights is None else weights, scale if amax is None else amax, out, scale, columns,
+            slots, inverse_max(fmt), amax is not None, weights is not None, 64, 128, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out, scale
+
+
+@op
+def combine(y: Tensor, slots: Tensor, weights: Optional[Tensor]) -> Tensor:
+    """Return (T, C) of y's dtype: the sum of y's rows (S, C) at slots (T, k), times weights (T, k) FP32 if given.
+
+    Added in FP32, in the order of k."""
+    total = torch.zeros(slots.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for j in range(slots.shape[1]):
+        row = y[slots[:, j].long()].float()
+        total = total + (row if weights is None else row * weights[:, j, None])
+    return total.to(y.dtype)
+
+
+@combine.fake
+def _(y, slots, weights):
+    return y.new_empty(slots.shape[0], y.shape[1])
+
+
+@kernel
+def _combine_kernel(
+    y_ptr,  # (S, C)
+    slots_ptr,  # (T, k) int32
+    weights_ptr,  # (T, k) FP32, if WEIGHTED
+    out_ptr,  # (T, C)
+    C, COUNT: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(COUNT):
+        slot = tl.load(slots_ptr + token * COUNT + j).to(tl.int64)
+        row = tl.load(y_ptr + slot * C + c, mask=c < C, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row = row * tl.load(weights_ptr + token * COUNT + j)
+        total = total + row
+    tl.store(out_ptr + token.to(tl.int64) * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
+
+
+@combine.cuda
+def _(y, slots, weights):
+    y, slots, weights = dense(y, slots, weights)
+    (tokens, count), columns = slots.shape, y.shape[1]
+    out, block = y.new_empty(tokens, columns), min(power_of_2(columns), 2048)
+    if out.numel():
+        _combine_kernel[(tokens, cdiv(columns, block))](
+            y, slots, slots if weights is None else weights, out, columns, count, weights is not None, block,
+            num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out
+
+
+# ---- gradients of a token's expert -----------------------------------------------------------------------------------
+
+
+@op
+def expert_gradient(
+    g: Tensor, codes: Tensor, group_amax: Tensor, weights: Tensor, activation: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """Return dh = weight * g, (S, I) of g's dtype, and the gradient of the weights, g . h, (S,) FP32.
+
+    Args:
+        g: (S, I), gradient of h before the weight. codes (S, F I) and group_amax (S, F, n): z as saved.
+        weights: (S,) FP32.
+    """
+    gate, *up = decoded(codes, group_amax, code, group_size)
+    h, _ = activation_of(activation).reference(gate)
+    wide = g.contiguous().float()
+    return (wide * weights[:, None]).to(g.dtype), (wide * (h * up[0] if up else h)).sum(1)
+
+
+@expert_gradient.fake
+def _(g, codes, group_amax, weights, activation, code, group_size):
+    return torch.empty_like(g), torch.empty_like(weights)
+
+
+@kernel
+def _expert_gradient_kernel(
+    g_ptr,  # (S, I)
+    codes_ptr,  # (S, F I) 8-bit
+    amax_ptr,  # (S, F, n) BF16
+    weights_ptr,  # (S,) FP32
+    out_ptr,  # (S, I)
+    sums_ptr,  # (S,) FP32
+    S, I, n, FUNCTION: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,  # noqa: E741
+    CODE: tl.constexpr, BT: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
+    t0, t = tl.program_id(0) * BT, tl.arange(0, BT)
+    F: tl.constexpr = 2 if GATED else 1
+    start = t0.to(tl.int64)
+    weight = tl.load(weights_ptr + start + t, mask=t < S - t0, other=0.0)
+    total = tl.zeros((BT,), tl.float32)
+    for g0 in range(0, n, NG):
+        group, c, real = group_columns(g0, I, G, GP, NG)
+        first = start * I + g0 * G
+        g, gate, up, gate_amax, up_amax, inside = load_operands(
+            g_ptr + first, codes_ptr + (start * F * I + g0 * G), amax_ptr + (start * F * n + g0), t, c, group,
+            real, S - t0, n - g0, I, n, GATED,
+        )  # fmt: skip
+        h = FUNCTION(decode(gate, gate_amax, CODE))[0]
+        if GATED:
+            h = h * decode(up, up_amax, CODE)
+        g = g.to(tl.float32)
+        total += tl.sum(tl.sum(g * h, 2), 1)
+        dh = (g * weight[:, None, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + first + (t[:, None, None] * I + c[None, :, :]), dh, mask=inside)
+    tl.store(sums_ptr + start + t, total, mask=t < S - t0)
+
+
+GRADIENT_TILE, GRADIENT_ROWS = 4096, 8
+
+
+@expert_gradient.cuda
+def _(g, codes, group_amax, weights, activation, code, group_size):
+    g, codes, group_amax, weights = dense(g, codes, group_amax, weights)
+    (slots, parts, n), width, gp = group_amax.shape, g.shape[1], power_of_2(group_size)
+    out, sums = torch.empty_like(g), torch.empty_like(weights)
+    groups = min(max(GRADIENT_TILE // GRADIENT_ROWS // gp, 1), power_of_2(n))
+    if slots:
+        _expert_gradient_kernel[(cdiv(slots, GRADIENT_ROWS),)](
+            g, codes, group_amax, weights, out, sums, slots, width, n, activation_of(activation).device, parts == 2,
+            group_size, gp, CODES[code], GRADIENT_ROWS, groups, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out, sums
