@@ -9,12 +9,16 @@ tensors is held against it.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from overcoat.block.experts import Experts, Weights
+from overcoat.block.reference import ACTIVATIONS
 from overcoat.formats import E4M3, FLOAT8, Float8, dequantize_blocks, quantize_blocks, quantize_tensor
+from overcoat.models.experts import weights_of
 from overcoat.models.family import decoder_layers, family_of
 from overcoat.models.lora import base_of
 
@@ -103,6 +107,30 @@ def linears_of_block(layer: Any) -> list[list[nn.Module]]:
     family = family_of(layer)
     own = [] if family is None else [b for b in family.branches(layer, 1) if b.mixer is not None]  # not experts
     return [[base_of(linear) for linear in part] for branch in own for part in (branch.in_proj, (branch.out_proj,))]
+
+
+def experts_alone(
+    x: Tensor, index: Tensor, weights: Tensor, parameters: Weights, how: Experts, grad_format: str
+) -> Tensor:
+    """Experts whose products are of FP8 values, all else exact."""
+    w1, w2, b1, b2 = parameters
+    out = torch.zeros_like(x)
+    for e, (first, second) in enumerate(zip(how.first(w1), how.second(w2), strict=True)):
+        token, place = (index == e).nonzero().unbind(1)
+        z = _Product.apply(x[token].double(), first.double(), grad_format, False).to(x.dtype)
+        gate, *up = (z if b1 is None else z + how.first(b1)[e]).chunk(1 + how.gated, 1)
+        h = ACTIVATIONS[how.activation](gate.clamp(max=how.limit) if how.limit else gate)
+        for part in up:
+            h = h * ((part.clamp(-how.limit, how.limit) if how.limit else part) + how.shift)
+        y = _Product.apply(h.double(), second.double(), grad_format, False).to(x.dtype)
+        y = y if b2 is None else y + b2[e]
+        out = out.index_add(0, token, y * weights[token, place, None].to(y.dtype))
+    return out
+
+
+def experts_in_fp8(module: Any, how: Experts, grad_format: str) -> None:
+    """Let the experts of a module multiply FP8 values, all else exact, in place."""
+    module.forward = functools.partial(experts_alone, parameters=weights_of(module), how=how, grad_format=grad_format)
 
 
 def multiply_in_fp8(linears: list[nn.Module], grad_format: str, in_blocks: bool = False) -> None:

@@ -189,7 +189,7 @@ def attention_forward(
     cos, sin, _, q_weight, k_weight, *_ = rotary
     clipped = None
     if heads.clip:
-        clipped = _to_bits(qkv.abs() > heads.clip)
+        clipped = to_bits(qkv.abs() > heads.clip)
         qkv = qkv.clamp_(-heads.clip, heads.clip)
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     if recipe.kept_attention == "bf16":
@@ -210,14 +210,14 @@ def attention_forward(
     return o, bound, AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
 
 
-def _to_bits(flags: Tensor) -> Tensor:
+def to_bits(flags: Tensor) -> Tensor:
     """Pack bool (T, N), N a multiple of 8, into uint8 (T, N / 8)."""
     places = torch.arange(8, dtype=torch.uint8, device=flags.device)
     return (flags.unflatten(1, (-1, 8)).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
 
 
-def _from_bits(bits: Tensor) -> Tensor:
-    """Unpack what `_to_bits` packed."""
+def from_bits(bits: Tensor) -> Tensor:
+    """Unpack what `to_bits` packed."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits.unsqueeze(2) >> places) & 1).bool().flatten(1)
 
@@ -420,7 +420,7 @@ class Attention(NamedTuple):
             return dz, d_out_proj, (None, None, dsinks, None)[: len(branch.qk_norm)]
         dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)
         if clipped is not None:
-            dz = dz.masked_fill(_from_bits(clipped), 0.0)
+            dz = dz.masked_fill(from_bits(clipped), 0.0)
         del gradients, inputs
         dz = quantize_blocks_of(dz, branch.in_proj, recipe)
         return dz, d_out_proj, (*dnorms, dsinks, None)[: len(branch.qk_norm)]

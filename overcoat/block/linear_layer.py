@@ -73,6 +73,14 @@ class SharedInput:
         return SharedInput, ()
 
 
+def quantized_input(x: Tensor, shared: Optional[SharedInput], recipe: Recipe, for_wgrad: bool) -> Operand:
+    """Return x (T, K) as operand with one scale, whatever the recipe's scaling is; shared: of all that may read x."""
+    if recipe.linear_scaling == "tensor":
+        return (shared or SharedInput()).operand(x, recipe, for_wgrad)
+    rows = x.detach().contiguous()
+    return Operand(*quantize(rows, amax(rows), "e4m3"))
+
+
 @torch.no_grad()
 def _quantized(x: Tensor, recipe: Recipe, for_wgrad: bool) -> Operand:
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
