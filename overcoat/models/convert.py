@@ -19,6 +19,7 @@ from overcoat.block.attention import Attention
 from overcoat.block.offload import choose_blocks
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer, attention_of, remember
+from overcoat.models.experts import Fp8Experts
 from overcoat.models.family import (
     Family,
     causal_models,
@@ -239,14 +240,20 @@ def _convert_layer(
     layer.overcoat_recipe, layer.overcoat_eval = recipe, eval_fp8  # type: ignore[assignment]
     report.verified[name] = verified
     detail = _describe(layer, family, recipe)
+    beside = [names[id(owner)] for owner in own if not _is_mixture(owner)]
     return LayerReport(
         name,
         kind,
         True,
         f"{detail}, in eval() too" if eval_fp8 else detail,
         linears,
-        tuple([names[id(owner)] for owner in own]),
+        tuple(beside),
     )
+
+
+def _is_mixture(owner: nn.Module) -> bool:
+    """True of a router and experts in FP8."""
+    return any(isinstance(module, Fp8Experts) for module in owner.modules())
 
 
 SEVERAL = 3  # large linear layers of a layer that is none of transformers' by its class
@@ -355,6 +362,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
         if mixer is None:
             own = "router and experts as they are" if not family.proposed else f"{type(owner).__name__} as it is"
             count = sum(isinstance(part, Fp8Linear) for part in owner.modules())
+            if _is_mixture(owner):
+                own = "experts in FP8, the router"
             extras.append(f"{own}, {count} of its linear layers in FP8" if count else f"{own}, in the model's dtype")
             continue
         if not isinstance(mixer, Attention):

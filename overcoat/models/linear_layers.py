@@ -1,9 +1,9 @@
 """The linear grade: a layer runs its own forward, and its large linear layers compute in FP8 (block/linear_layer.py).
 
 For decoder layers that no verified block stands in for: other mixers (Gated DeltaNet, Mamba, latent attention),
-dropout, hooks, experts. Nothing about the layer needs to be known: a linear layer is one wherever it stands. Left as
-they are: small ones, whose time is that of launches; routers and gates of experts, whose choices jump; sizes that FP8
-GEMMs do not take. Wide RMSNorms among them save their input in 8 bits, too, where transformers' save it in FP32; which
+dropout, hooks, modules around experts. Nothing about the layer needs to be known: a linear layer is one wherever it
+stands. Left as they are: small ones, whose time is that of launches; routers and gates of experts, whose choices jump;
+sizes that FP8 GEMMs do not take. Wide RMSNorms among them save their input in 8 bits, too, where transformers' save it in FP32; which
 module is one, its numbers say.
 """
 
@@ -20,6 +20,7 @@ from overcoat.block.linear_layer import SharedInput, linear_layer
 from overcoat.block.norm import norm_forward
 from overcoat.block.spec import Norm
 from overcoat.models.decoder import norm_eps
+from overcoat.models.experts import convert_experts, restore_experts
 from overcoat.models.family import Mixin, mixed, original_class
 from overcoat.models.fingerprint import why_mode
 from overcoat.models.lora import why_not_plain
@@ -86,13 +87,13 @@ def large_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
-def convert_linears(layer: nn.Module, recipe: Recipe, eval_fp8: bool) -> dict[str, nn.Linear]:
-    """Let the large linear layers of a module compute in FP8, in place, and return them by name: no layer where
-    nn.Linear does not compute x W^T + b, because something else stands in the place of what it calls."""
-    found = large_linears(layer)
+def convert_linears(layer: nn.Module, recipe: Recipe, eval_fp8: bool) -> dict[str, nn.Module]:
+    """Let the large linear layers and the experts (experts.py) of a module compute in FP8, in place, and return them by
+    name: no linear layer where nn.Linear does not compute x W^T + b, because something else stands in its place."""
+    shared, found = SharedInput(), large_linears(layer)
+    experts = convert_experts(layer, recipe, eval_fp8, shared)
     if not found or _why_not_linear() is not None:
-        return {}
-    shared = SharedInput()
+        return experts
     for module in found.values():
         module.__class__ = Fp8Linear
         vars(module).update(overcoat_recipe=recipe, overcoat_shared=shared, overcoat_eval=eval_fp8)
@@ -101,7 +102,7 @@ def convert_linears(layer: nn.Module, recipe: Recipe, eval_fp8: bool) -> dict[st
         norm.__class__ = mixed(SavingNorm, original)
         named = {"overcoat_plus_one": plus_one, "overcoat_forward": original.forward}
         vars(norm).update(overcoat_recipe=recipe, overcoat_eval=eval_fp8, **named)
-    return found
+    return {**found, **experts}
 
 
 def _wide_norms(layer: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -122,6 +123,7 @@ def _wide_norms(layer: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 def restore_linears(layer: nn.Module) -> None:
     """Undo `convert_linears`."""
+    restore_experts(layer)
     for module in layer.modules():
         if type(module) is Fp8Linear:
             module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import overcoat
+from overcoat.models.experts import Fp8Experts
 from overcoat.models.family import decoder_layers
 from overcoat.models.linear_layers import Fp8Linear, large_linears
 from overcoat.models.report import Report
-from tests.emulation import linears_of_block, multiply_in_fp8
+from tests.emulation import experts_in_fp8, linears_of_block, multiply_in_fp8
 from tests.sweep import tiny
 from tests.sweep.batches import batches
 
@@ -250,6 +251,9 @@ def _row(kind: str, mapping: str, seed: int, routes: Routes, noise: Noise, floor
     groups = fp8_linears(ours)
     for group in groups:
         multiply_in_fp8([alone.get_submodule(each) for each in group], report.recipe.grad_format)
+    for path, module in ours.named_modules():
+        if isinstance(module, Fp8Experts):
+            experts_in_fp8(alone.get_submodule(path), module.overcoat_how, report.recipe.grad_format)
     for batch, expected in exact.items():
         for which, each in ((noise, ours), (floor, alone)):
             routes.seen = chosen[batch]

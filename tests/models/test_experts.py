@@ -1,0 +1,108 @@
+"""Experts found by numbers, converted with the layers around them, and left alone where something has changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+import overcoat
+from overcoat import Recipe
+from overcoat.block.experts import Experts
+from overcoat.models import experts as module
+from overcoat.models.experts import Fp8Experts, convert_experts, find_experts, restore_experts
+from tests.sweep.tiny import tiny
+
+FOUND = {
+    "mixtral": Experts("silu"),
+    "gpt_oss": Experts("quick_gelu", transposed=True, interleaved=True, limit=7.0, shift=1.0),
+    "nemotron_h": Experts("relu2", gated=False),
+    "deepseek_v3": Experts("silu"),
+    "aria_text": Experts("silu", transposed=True),
+}
+
+
+def experts_of(model) -> list[nn.Module]:
+    return [each for each in model.modules() if isinstance(each, Fp8Experts) or type(each).__name__.endswith("Experts")]
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    return tiny("mixtral")
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_what_they_compute_is_found(kind):
+    assert find_experts(experts_of(tiny(kind))[0]) == FOUND[kind]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda each: setattr(each, "act_fn", nn.Tanh()),
+        lambda each: setattr(each, "forward", lambda *args: args[0]),
+        lambda each: setattr(each, "scale", nn.Parameter(torch.ones(1))),
+        lambda each: setattr(each, "down_proj", nn.Parameter(each.down_proj.detach()[:, :, ::2].contiguous())),
+        lambda each: setattr(each, "_is_expert_parallel", True),
+    ],
+)
+def test_others_are_left_alone(mixtral, change):
+    each = copy.deepcopy(experts_of(mixtral)[0])
+    assert find_experts(each) == FOUND["mixtral"]
+    change(each)
+    assert find_experts(each) is None
+
+
+def test_another_formula_is_not_verified(mixtral):
+    each = copy.deepcopy(experts_of(mixtral)[0])
+    each.act_fn = ACT2FN["gelu"]
+    assert find_experts(each) == Experts("gelu")
+    each._apply_gate = lambda z: z.chunk(2, -1)[0].sigmoid() * z.chunk(2, -1)[1]
+    each.act_fn = nn.Sigmoid()
+    assert find_experts(each) is None
+
+
+def test_the_report_says_so_and_the_model_goes_back(mixtral):
+    model = copy.deepcopy(mixtral).train()
+    report = overcoat.convert(model, Recipe())
+    assert "experts in FP8" in str(report)
+    assert {row.grade for row in report.layers} == {"FP8"}
+    assert all(isinstance(each, Fp8Experts) for each in experts_of(model))
+    assert type(experts_of(model)[0]).__name__ == "MixtralExperts"
+    ids = torch.arange(40)[None] % 90
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert experts_of(model)[0].gate_up_proj.grad.isfinite().all()
+    plain = overcoat.convert(model, Recipe.bf16())
+    assert not plain.converted
+    assert not any(isinstance(each, Fp8Experts) for each in model.modules())
+    assert not any(name.startswith("overcoat_") for each in experts_of(model) for name in vars(each))
+
+
+def test_in_eval_they_are_their_own_and_a_change_is_told(mixtral, monkeypatch):
+    model = copy.deepcopy(mixtral)
+    (name, each), *_ = convert_experts(model, Recipe(), False).items()
+    assert name.endswith("experts")
+    x, index = torch.randn(9, 256).bfloat16(), torch.tensor([[0, 2]] * 9)
+    weights = torch.full((9, 2), 0.5).bfloat16()
+    own = copy.deepcopy(mixtral).get_submodule(name)(x, index, weights)
+    each.eval()
+    assert torch.equal(each(x, index, weights), own)
+    each.train()
+    assert not torch.equal(each(x, index, weights), own)
+    each.act_fn = ACT2FN["gelu"]
+    with pytest.warns(UserWarning, match="original precision"):
+        changed = each(x, index, weights)
+    restore_experts(model)
+    assert torch.equal(each(x, index, weights), changed)
+    convert_experts(model, Recipe(), True)
+    each.eval()
+    assert not torch.equal(each(x, index, weights), changed)
+
+
+def test_small_ones_are_left_alone(mixtral, monkeypatch):
+    monkeypatch.setattr(module, "NARROW", 4096)
+    assert find_experts(experts_of(mixtral)[0]) is None
