@@ -3,8 +3,8 @@
 For decoder layers that no verified block stands in for: other mixers (Gated DeltaNet, Mamba, latent attention),
 dropout, hooks, modules around experts. Nothing about the layer needs to be known: a linear layer is one wherever it
 stands. Left as they are: small ones, whose time is that of launches; routers and gates of experts, whose choices jump;
-sizes that FP8 GEMMs do not take. Wide RMSNorms among them save their input in 8 bits, too, where transformers' save it in FP32; which
-module is one, its numbers say.
+sizes that FP8 GEMMs do not take. Wide RMSNorms among them save their input in 8 bits, too, where transformers' save it
+in FP32; which module is one, its numbers say.
 """
 
 from __future__ import annotations
