@@ -8,8 +8,9 @@ For each parameter, in FP32 (COAT, section 4; decoupled decay as in Loshchilov a
 
 Scalars are multiplied with each other first: beta1 with a group's maximum (`moments.decay`); the factor that unscales
 and clips the gradient with sqrt(1 - beta2), before the square. The weight moves by the new FP32 moments; only the
-stored moments are quantized. A parameter is viewed as [dim0, the rest flattened] (0-d and 1-d: one row), a group is
-`group_size` consecutive elements of a row: sharding along dim 0 never splits a group of a matrix.
+stored moments are quantized. A parameter is viewed as rows of its last dimension (`rows_of`), a group is `group_size`
+consecutive elements of a row. So experts (E, N, K) train as a matrix (E N, K), and sharding along dim 0 splits no
+group.
 
 The kernel (`adamw_step.py`) equals this bit for bit on a GPU, except for NaN: every operation is exactly rounded, and
 FMAs are used only where `fma` is called.
@@ -45,10 +46,21 @@ class Rows(NamedTuple):
 
 
 def rows_of(shape: torch.Size | tuple[int, ...], group_size: int) -> Rows:
-    """Return the layout of a parameter's shape: rows [dim0, rest]; 0-d and 1-d are one row."""
-    rows = shape[0] if len(shape) > 1 else 1
-    columns = math.prod(shape[1:] if len(shape) > 1 else shape)
+    """Return the layout of a parameter's shape: rows are its last dimension; 0-d and 1-d are one row.
+
+    If the last dimension is shorter than half a group, as of a convolution's kernel, rows are [dim0, the rest
+    flattened]: maxima of so few elements would take more memory than their codes.
+    """
+    shape = (1, *shape) if len(shape) < 2 else shape
+    split = -1 if 2 * shape[-1] >= group_size else 1
+    rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
     return Rows(rows, columns, -(-columns // group_size))
+
+
+def groups_of_slice(shape: torch.Size | tuple[int, ...], group_size: int) -> int:
+    """Return the number of groups of each slice along dim 0, which sharding never splits; of a vector all."""
+    layout = rows_of((1, *shape[1:]) if len(shape) > 1 else shape, group_size)
+    return layout.rows * layout.groups
 
 
 class Hyper(NamedTuple):

@@ -3,7 +3,7 @@
     matrix     Every process steps its own rows: groups never cross a row. Codes, metadata and remainders are
                DTensors with the parameter's placements, which `torch.distributed.checkpoint` gathers and reshards.
                Random numbers depend on a group's number in the unsharded parameter, so the codes are the same for any
-               number of processes.
+               number of processes. So with more dimensions: of stacked experts every process steps its own.
     vector     A 1-d parameter (bias, norm) is one row. Every process gathers parameter and gradient, does the whole
                step and keeps its own part of the parameter; the state is whole on every process, plain tensors like
                `step`. Vectors are under 0.1% of a model.
@@ -125,7 +125,7 @@ def shard_bytes(tensor: Tensor) -> int:
 
 
 def first_row(param: Tensor) -> int:
-    """Return the number of this process' first row in the unsharded parameter."""
+    """Return the number of this process' first row, or slice along dim 0, in the unsharded parameter."""
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):
             if placement == Shard(0):

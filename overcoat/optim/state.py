@@ -8,8 +8,9 @@
     exp_avg_sq_scale   int32, same shape as exp_avg_amax: packed maximum and shape byte of v's groups
     remainder          int8 or int16 in the parameter's shape, only for the masters "bf16+8" and "bf16+16"
 
-n: groups in a row (`overcoat.kernels.adamw.rows_of`). There is no tensor subclass: any code that handles plain tensors
-can save, slice and shard a state dict. The state of a sharded parameter is sharded like it; shapes here are unsharded.
+n: groups of a slice along dim 0, a matrix' row or an expert (`overcoat.kernels.adamw.groups_of_slice`). There is no
+tensor subclass: any code that handles plain tensors can save, slice and shard a state dict. The state of a sharded
+parameter is sharded like it; shapes here are unsharded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.formats.moments import EARLIER_8BIT, MOMENT_CODES, MOMENTS, resolve_moments
-from overcoat.kernels.adamw import rows_of
+from overcoat.kernels.adamw import groups_of_slice
 from overcoat.optim.sharding import (
     check_placements,
     check_sharding,
@@ -66,8 +67,7 @@ def state_fields(param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Field]
 @functools.cache
 def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, group_size: int) -> dict[str, Field]:
     m_code, v_code = (MOMENT_CODES[name] for name in moments)
-    layout = rows_of(shape, group_size)
-    per_group = (layout.rows, layout.groups) if len(shape) > 1 else (layout.groups,)
+    per_group = (*(shape[:1] if len(shape) > 1 else ()), groups_of_slice(shape, group_size))
     k_one = EXPONENT_STEPS  # the exponent of an all-zero group: k = 1
     fields = {
         "step": Field((), torch.float32),

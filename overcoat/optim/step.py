@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overcoat.formats.masters import parameter_key, resolve_master
-from overcoat.kernels.adamw import Hyper, rows_of
+from overcoat.kernels.adamw import Hyper, groups_of_slice
 from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, is_real, reference_step
 from overcoat.kernels.multi_tensor import Gradients, sum_squares
 from overcoat.optim.sharding import (
@@ -77,7 +77,7 @@ class StepGroup:
             states={},
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[
-                0 if self.whole else first_row(param) * rows_of(param.shape, size).groups for param in params
+                0 if self.whole else first_row(param) * groups_of_slice(param.shape, size) for param in params
             ],
             group_size=size,
         )

@@ -11,8 +11,9 @@ from overcoat.kernels.multi_tensor import Gradients
 from overcoat.optim.state import init_state, state_fields
 from tests.kernels.compare import INTERPRETED
 
-# Whole groups, ragged rows (aligned to 16 and not), 0-d, 1-d with a tail, empty, one element per row.
-SHAPES = ((4, 256), (3, 144), (5, 130), (), (300,), (128,), (0, 7), (6, 1), (2, 3, 5, 7))
+# Whole groups, ragged rows (aligned to 16 and not), 0-d, 1-d with a tail, empty, one element per row, a convolution,
+# experts.
+SHAPES = ((4, 256), (3, 144), (5, 130), (), (300,), (128,), (0, 7), (6, 1), (2, 3, 5, 7), (2, 3, 144))
 SKIP = 5  # the place of `skip` among the arguments
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-SHAPES = [(), (1,), (5,), (300,), (3, 128), (4, 200), (6, 3, 3, 5), (0, 7), (2, 0)]
+SHAPES = [(), (1,), (5,), (300,), (3, 128), (4, 200), (6, 3, 3, 5), (3, 4, 80), (2, 5, 200), (0, 7), (2, 0)]
 
 
 def make_params(dtype=torch.float32, shapes=SHAPES, seed=0, device="cpu"):

@@ -212,6 +212,51 @@ def test_resume_is_not_stopping(moments, dtype):
     assert_same_bits(snapshot(params, optimizer), snapshot(resumed, other))
 
 
+# Rows of whole groups, with a tail, and shorter than a group of 128.
+EXPERTS = [(4, 6, 256), (3, 4, 288), (3, 5, 80), (2, 2, 130)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"group_size": 64},
+        {"moments": "fp8", "master": "bf16+16"},
+        {"moments": ("de8x", "sqrt8"), "master": "bf16", "group_size": 16},
+        {"moments": "bf16"},
+        {"offload": True, "offload_buffer": 3 * 4096},
+    ],
+    ids=str,
+)
+def test_experts_train_as_the_matrix_of_all_their_rows(options, dtype):
+    """Clipped, without a gradient, skipped, with a gradient of zeros, frozen, and after a resume."""
+    runs = []
+    for flat in (False, True):
+        params = make_params(dtype, EXPERTS)
+        params = [torch.nn.Parameter(p.detach().flatten(0, 1)) for p in params] if flat else params
+        optimizer = AdamW(params, lr=1e-2, weight_decay=0.1, **options)
+        for step in range(6):
+            set_grads(params, step)  # which draws numbers, whatever their shape
+            if step == 4:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = AdamW(params, **options)
+                optimizer.load_state_dict(saved)
+            if step == 1:
+                params[1].grad = None
+            elif step == 2:
+                params[0].grad.view(-1)[300] = torch.inf
+            elif step == 3:
+                params[2].grad.zero_()
+                params[3].requires_grad_(False)
+            if step > 2:
+                params[3].grad = None
+            optimizer.step(clip_grad_norm=1.0)
+        assert [optimizer.state[p]["step"] for p in params] == [5, 4, 5, 2]
+        runs.append([value.flatten() for value in snapshot(params, optimizer)])
+    assert_same_bits(*runs)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from overcoat import AdamW, memory
-from overcoat.kernels.adamw_step import StepTensors
 from overcoat.optim.offload import states_of
-from overcoat.optim.state import init_state
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 from tests.waits import waiting_is_an_error
 
@@ -126,30 +124,19 @@ def test_checkpoints_are_those_of_the_ordinary_step(first, device):
     assert_same_bits(snapshot(params, optimizer), snapshot(others, other))
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------
-
-
-PIECES = [(), (1,), (300,), (6, 1), (3, 128), (40, 200), (6, 3, 3, 5), (0, 7), (2, 0), (1, 640)]
-
-
-def tensors_of(moments=("ratio8", "log8"), group_size=128):
-    """Parameters of all shapes; states hold the running number of their byte, so that each can be told."""
-    params = [torch.zeros(shape, dtype=torch.bfloat16) for shape in PIECES]
-    options = {"moments": moments, "group_size": group_size, "master": "auto"}
-    states = [init_state(param, options) for param in params]
-    lists = {name: [state[name] for state in states] for name in states[0]}
-    tensors = StepTensors(params, lists, list(range(len(params))), [0] * len(params), group_size)
-    for of in states_of(tensors).values():
-        for tensor in of:
-            flat = tensor.view(-1).view(torch.uint8)
-            flat.copy_(torch.arange(flat.numel()) % 251)
-    return tensors
-
-
 def test_a_row_that_does_not_fit_is_an_error_that_names_the_remedy():
     params, optimizer = make("cpu", buffer=300)
     with pytest.raises(ValueError, match=r"shape \(3, 128\).*raise offload_buffer"):
         train(params, optimizer, 1)
+
+
+def test_experts_are_cut_into_rows():
+    """An expert of Mixtral has 352 MB of states, a staging buffer 64 MB."""
+    params, optimizer = make("cpu", shapes=[(2, 40, 200)], buffer=3 * 6000)
+    train(params, optimizer, 1)
+    pieces = [piece for chunk in chunks_of(optimizer) for piece in chunk.pieces]
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 9), (9, 18), (18, 27), (27, 36), (36, 45), (45, 54),
+                                                               (54, 63), (63, 72), (72, 80)]  # fmt: skip
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------
