@@ -21,7 +21,8 @@ WIDTH = 24
 
 
 class Tied(nn.Module):
-    """Embedding and head share one weight; blocks may be checkpointed, `shared` blocks are one and the same."""
+    """Embedding and head share one weight; blocks may be checkpointed, `shared` blocks are one and the same. The
+    gradient of the stacked experts is a sum of four."""
 
     def __init__(self, reentrant=None, shared=False):
         super().__init__()
@@ -29,6 +30,7 @@ class Tied(nn.Module):
         self.embedding = nn.Embedding(50, WIDTH)
         blocks = [nn.Sequential(nn.Linear(WIDTH, 200), nn.GELU(), nn.Linear(200, WIDTH)) for _ in range(2)]
         self.blocks = nn.ModuleList([blocks[0], blocks[0]] if shared else blocks)
+        self.experts = nn.Parameter(0.1 * torch.randn(2, WIDTH, 80))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 50, bias=False)
         self.head.weight = self.embedding.weight
@@ -38,6 +40,8 @@ class Tied(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+        for expert in range(2):
+            x = x + (x @ self.experts[expert]).relu() @ self.experts[expert].T
         return nn.functional.cross_entropy(self.head(self.norm(x)).float(), tokens.roll(1))
 
 

@@ -1,7 +1,7 @@
 """AdamW on FSDP2's sharded parameters: two gloo processes on the CPU hold what one process holds, bit for bit.
 
 Each process also trains an unsharded twin, and compares. Matrices with rows that two does not divide, rows that
-the group does not divide, and vectors whose shards cut groups.
+the group does not divide, vectors whose shards cut groups, and experts that two does not divide.
 """
 
 from __future__ import annotations
@@ -38,9 +38,21 @@ OPTIONS = {
 }
 
 
+class Experts(nn.Module):
+    """x + the mean of three experts, whose weights and biases are stacked."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 4, width)), nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x):
+        return x + (torch.einsum("tk,enk->ten", x, self.weight) + self.bias).mean((1, 2)).unsqueeze(1)
+
+
 def make(sharded, kind="8bit", seed=0, released=False, device="cpu"):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(200, 301), nn.LayerNorm(301), nn.GELU(), nn.Linear(301, 1)).to(device).bfloat16()
+    layers = nn.Linear(200, 301), nn.LayerNorm(301), nn.GELU(), Experts(301), nn.Linear(301, 1)
+    model = nn.Sequential(*layers).to(device).bfloat16()
     if sharded:
         fully_shard(model[0])
         fully_shard(model)
