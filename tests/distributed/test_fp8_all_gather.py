@@ -34,7 +34,7 @@ from tests.processes import on_many, on_two, repeatable, two_of
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2}
 # By what is new in each: stacks of biases and grouped heads; all recomputed; rows in another order; rows of 256 for
-# blocks; kept tensors in host memory and weights transposed (GPT-2).
+# blocks; kept tensors in host memory and weights transposed (GPT-2); experts that two processes do not divide.
 CASES: dict[str, tuple[str, Recipe, dict[str, Any]]] = {
     "default": ("qwen2", Recipe(), {"intermediate_size": 208, "num_key_value_heads": 1}),
     "leanest": ("llama", Recipe.leanest(), {"intermediate_size": 208, "num_key_value_heads": 2}),
@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, Recipe, dict[str, Any]]] = {
         {"hidden_size": 384, "intermediate_size": 640, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
     "transposed": ("gpt2", Recipe(offload_blocks="all"), {}),
+    "experts": ("olmoe", Recipe(), {"num_experts": 3, "intermediate_size": 208, "num_key_value_heads": 1}),
 }
 
 
@@ -68,8 +69,14 @@ def make(case: str, fp8: bool, device: str = "cpu", mesh: Any = None, wide: bool
     if fp8:
         report = overcoat.fp8_all_gather(model)
         assert not report.left_alone, report
-        assert len(report.fp8) == len([w for layer in layers_of(model) for w in layer.parameters() if w.dim() == 2])
+        assert len(report.fp8) == len(matrices(model))
     return model, overcoat.AdamW(model.parameters(), lr=1e-2)
+
+
+def matrices(model: Any) -> list[Any]:
+    """Those of linear layers: routers and experts, of three dimensions, travel in their own dtype."""
+    named = [named for layer in layers_of(model) for named in layer.named_parameters()]
+    return [weight for name, weight in named if weight.dim() == 2 and name != "mlp.gate.weight"]
 
 
 def layers_of(model: Any) -> Any:
@@ -159,7 +166,7 @@ def _alike(rank: int, device: str, cases: Sequence[str]) -> None:
         assert_equal(seen(*make("default", True, device, **options)), expected)
 
 
-IN_CI = ("default", "cut blocks", "transposed")
+IN_CI = ("default", "cut blocks", "transposed", "experts")
 
 
 @two_of
@@ -171,10 +178,10 @@ def test_losses_and_gradients_are_those_of_bf16_travel_and_of_one_process(device
     on_two(_alike, device, device, cases)
 
 
-def _unsharded(rank: int) -> None:
+def _unsharded(rank: int, case: str) -> None:
     """FSDP2 over two processes against none, whose rows are both processes' alike."""
-    sharded = make("default", True)
-    kind, recipe, overrides = CASES["default"]
+    sharded = make(case, True)
+    kind, recipe, overrides = CASES[case]
     model = make_model(kind, layers=2, **{**SMALL, **overrides})
     overcoat.convert(model, recipe)
     optimizer = overcoat.AdamW(model.parameters(), lr=1e-2)
@@ -189,8 +196,9 @@ def _unsharded(rank: int) -> None:
             one.zero_grad()
 
 
-def test_losses_and_gradients_are_those_without_fsdp2() -> None:
-    on_two(_unsharded, "cpu")
+@pytest.mark.parametrize("case", ["default", "experts"])
+def test_losses_and_gradients_are_those_without_fsdp2(case: str) -> None:
+    on_two(_unsharded, "cpu", case)
 
 
 # ---- what travels ----------------------------------------------------------------------------------------------------
@@ -390,8 +398,8 @@ def test_a_change_between_steps_is_noticed() -> None:
 # ---- checkpoints and compiled code -----------------------------------------------------------------------------------
 
 
-def _saved(rank: int, folder: str) -> None:
-    (plain, plain_optimizer), (model, optimizer) = make("default", False), make("default", True)
+def _saved(rank: int, case: str, folder: str) -> None:
+    (plain, plain_optimizer), (model, optimizer) = make(case, False), make(case, True)
     for run in ((plain, plain_optimizer), (model, optimizer)):
         train(*run, steps=2)
     states = []
@@ -404,7 +412,7 @@ def _saved(rank: int, folder: str) -> None:
         assert torch.equal(value.to_local(), states[0]["model"][name].to_local())
     dcp.save(states[1], checkpoint_id=folder)
     expected = train(model, optimizer, steps=1, first=2)
-    again, its = make("default", True)
+    again, its = make(case, True)
     state = {"model": get_model_state_dict(again), "optim": get_optimizer_state_dict(again, its)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(again, state["model"])
@@ -415,7 +423,7 @@ def _saved(rank: int, folder: str) -> None:
     set_model_state_dict(again, get_model_state_dict(plain))
     assert_equal(passes(again, [9]), passes(plain, [9]))
     found = sharded_weights(again)
-    assert len(found) == 7 * len(layers_of(again))
+    assert len(found) == len(matrices(again))
     assert all(weight.is_fp8 for weight in found)
 
 
@@ -424,8 +432,9 @@ def sharded_weights(model: nn.Module) -> list[Any]:
     return [shard.fsdp_post_all_gather.__self__ for shard in shards if hasattr(shard, "fsdp_pre_all_gather")]
 
 
-def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
-    on_two(_saved, "cpu", str(tmp_path))
+@pytest.mark.parametrize("case", ["default", "experts"])
+def test_checkpoints_know_nothing_of_it(case: str, tmp_path: Any) -> None:
+    on_two(_saved, "cpu", case, str(tmp_path))
 
 
 def _accelerated(rank: int) -> None:

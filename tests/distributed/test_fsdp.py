@@ -26,9 +26,11 @@ RECIPES = {
     "fp8 head": Recipe(head="fp8"),
 }
 # Qwen2: RMSNorm, SwiGLU, biases of q, k, v. Starcoder2: LayerNorm, GELU, biases, and a head tied to the embedding.
+# Mixtral: weights of three dimensions.
 CASES = (
     ("qwen2", ("default", "leanest", "offloaded", "block scales", "fp8 head")),
     ("starcoder2", ("default",)),
+    ("mixtral", ("default", "leanest")),
     ("qwen2", ("paper",)),
     ("starcoder2", tuple(name for name in RECIPES if name != "default")),
 )
@@ -65,7 +67,7 @@ def _sharded_gradients(kind: str, device: str, recipe: Recipe) -> dict[str, torc
 
 
 @two_of
-@pytest.mark.parametrize(("kind", "recipes"), mostly_nightly(CASES, CASES[:2]))
+@pytest.mark.parametrize(("kind", "recipes"), mostly_nightly(CASES, CASES[:3]))
 def test_sharded_gradients_equal_those_of_one_process(
     kind: str, recipes: Sequence[str], device: str, tmp_path: Path
 ) -> None:
