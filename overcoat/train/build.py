@@ -316,12 +316,16 @@ def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
 
 
 def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> overcoat.AdamW:
-    """Return AdamW over the trained parameters. Weight decay applies to matrices only: norm weights and biases should
-    not shrink."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return AdamW over the trained parameters. Weight decay applies to matrices only, stacked ones (experts) too: norm
+    weights and biases should not shrink."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:  # biases of experts are stacked, too
+            (decayed if parameter.ndim > 1 and not name.endswith("bias") else others).append(parameter)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": section.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return overcoat.AdamW(
         [group for group in groups if group["params"]],

@@ -26,6 +26,13 @@ from overcoat.train.state import TrainState
 MakeConfig = Callable[..., Config]
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")
+# A model whose experts two processes do not divide.
+OLMOE = (
+    "model.config.model_type=olmoe",
+    "model.config.num_experts=3",
+    "model.config.num_experts_per_tok=2",
+    "model.config.intermediate_size=96",
+)
 EXACT = ("model.dtype=float32", "optimizer.moments=fp32", "model.config.vocab_size=50")
 
 

@@ -30,11 +30,13 @@ from overcoat.train.build import (
     check_not_quantized,
     check_weights,
     load_model,
+    make_optimizer,
     make_recipe,
 )
-from overcoat.train.config import ModelConfig, RecipeConfig
+from overcoat.train.config import ModelConfig, OptimizerConfig, RecipeConfig
 from overcoat.train.process import choose_device
 from overcoat.train.tokenizer import load_tokenizer, train_tokenizer
+from tests.models.zoo import make_model
 from tests.train.runs import CPU, MakeConfig
 
 SETTINGS = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
@@ -166,6 +168,17 @@ def test_the_models_own_attention_is_the_default(make_config: MakeConfig, kind: 
     config = make_config(f"model.config.model_type={kind}", "model.config.vocab_size=50", "model.config.pad_token_id=0")
     check_config(config)
     assert build_model(config, None, CPU).config._attn_implementation == attention
+
+
+def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
+    model = make_model("gpt_oss", layers=1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, others = make_optimizer(model, OptimizerConfig(), 0).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    found = [{names[id(p)].rpartition("layers.0.")[2] for p in group["params"]} for group in (decayed, others)]
+    assert {name for name in found[0] if "experts" in name} == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert all(name.endswith(("bias", "norm.weight", "sinks")) for name in found[1])
+    assert len(found[1]) == 4 + 1 + 2 + 1 + 3  # attention, router, experts; sinks, norms
 
 
 @pytest.mark.parametrize(

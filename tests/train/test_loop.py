@@ -20,7 +20,7 @@ from overcoat.train.loop import evaluate, multiplier, train_step
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import run_once
 from overcoat.train.state import TrainState, rng_state, set_rng_state
-from tests.train.runs import EXACT, MakeConfig, make_state
+from tests.train.runs import EXACT, OLMOE, MakeConfig, make_state
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
@@ -46,8 +46,9 @@ def test_schedules(kind: Any, warmup: int, decay: int, final: float, steps: int,
     assert {step: multiplier(schedule, step, steps) for step in expected} == pytest.approx(expected)
 
 
-def test_one_step_is_adamw_on_the_mean_gradient_with_clipping(make_config: MakeConfig) -> None:
-    config = make_config(*EXACT, "optimizer.clip=0.01", "optimizer.eps=1e-3", "train.accumulation=2")
+@pytest.mark.parametrize("words", [(), OLMOE], ids=["llama", "olmoe"])
+def test_one_step_is_adamw_on_the_mean_gradient_with_clipping(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+    config = make_config(*EXACT, *words, "optimizer.clip=0.01", "optimizer.eps=1e-3", "train.accumulation=2")
     state, other = make_state(config), make_state(config)
     record = train_step(state, config)
     batch = make_batch(other.rows.next_rows(4), 0, document_mask=False)  # both batches of two at once

@@ -48,7 +48,7 @@ from tests.distributed.test_fp8_all_gather import counted
 from tests.emulation import sqnr
 from tests.processes import on_many, on_two
 from tests.train.conftest import TINY
-from tests.train.runs import CPU, assert_same_tensors, fits_of, losses, newest, run_out_of_memory, tensors_in
+from tests.train.runs import CPU, OLMOE, assert_same_tensors, fits_of, losses, newest, run_out_of_memory, tensors_in
 
 QUIET = Console(quiet=True)
 
@@ -123,6 +123,8 @@ def test_what_is_said_of_several_processes(one: Path, two: Path) -> None:
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {**TINY["model"]["config"], "vocab_size": 331},
     "untied": {**TINY["model"]["config"], "vocab_size": 331, "tie_word_embeddings": False},
+    "experts": {**TINY["model"]["config"], "vocab_size": 331, "model_type": "olmoe", "num_experts": 3,
+                "num_experts_per_tok": 2},
     "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "vocab_size": 331, "eos_token_id": 0,
              "bos_token_id": 0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }  # fmt: skip
@@ -318,6 +320,19 @@ def test_eight_resume_what_two_have_saved(config: Config, tmp_path: Path) -> Non
     on_many(8, _run, "cpu", changed(short, f"train.run_dir={folder}"))
     assert_close(folder, tmp_path / "two")
     assert len(list(list_checkpoints(folder / "checkpoints")[-1].glob("shard-*"))) == 8
+
+
+def test_experts_that_processes_do_not_divide_train_and_resume(config: Config, tmp_path: Path) -> None:
+    """Of three experts two processes hold two and one; of four, which resume, one holds none."""
+    folders = {name: tmp_path / name for name in ("one", "two", "four")}
+    config = changed(config, *OLMOE)
+    torch.set_num_threads(1)
+    _run(0, changed(config, f"train.run_dir={folders['one']}"))
+    on_two(_run, "cpu", changed(config, f"train.run_dir={folders['two']}"))
+    assert_close(folders["two"], folders["one"])
+    start_from(folders["four"], folders["two"], 2)
+    on_many(4, _run, "cpu", changed(config, f"train.run_dir={folders['four']}"))
+    assert_close(folders["four"], folders["two"])
 
 
 def assert_same_shards(run_dir: Path, other: Path) -> None:

@@ -20,7 +20,7 @@ from overcoat.train.files import lock
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run_once
 from tests.train.conftest import TINY
-from tests.train.runs import assert_same_run, losses, names, stop_at
+from tests.train.runs import OLMOE, assert_same_run, losses, names, stop_at
 
 Run = Callable[..., Any]
 
@@ -154,17 +154,18 @@ def test_what_cannot_be_resumed_is_an_error_that_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "master"),
+    ("optimizer", "master", "words"),
     [
-        ("fp8", "bf16"),
-        pytest.param("bf16", "bf16+16", marks=pytest.mark.nightly),
-        pytest.param("fp32", "bf16", marks=pytest.mark.nightly),
+        ("fp8", "bf16", ()),
+        ("8bit", "auto", OLMOE),
+        pytest.param("bf16", "bf16+16", (), marks=pytest.mark.nightly),
+        pytest.param("fp32", "bf16", (), marks=pytest.mark.nightly),
     ],
 )
 def test_every_kind_of_state_resumes(
-    resumed: Run, stopped_at: Run, tmp_path: Path, optimizer: str, master: str
+    resumed: Run, stopped_at: Run, tmp_path: Path, optimizer: str, master: str, words: tuple[str, ...]
 ) -> None:
-    options = (f"optimizer.moments={optimizer}", f"optimizer.master={master}")
+    options = (f"optimizer.moments={optimizer}", f"optimizer.master={master}", *words)
     options += ("train.steps=4", "data.document_mask=true")
     resumed(*options, f"train.run_dir={tmp_path / 'whole'}")
     stopped_at(2, *options)

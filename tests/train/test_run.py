@@ -27,7 +27,7 @@ from overcoat.train.metrics import read_metrics
 from overcoat.train.run import RunResult, run, run_once, twin_config
 from overcoat.train.summary import summarize
 from tests.train.conftest import TINY
-from tests.train.runs import CONFIGS, MakeConfig, losses, names, stop_at, text_of
+from tests.train.runs import CONFIGS, OLMOE, MakeConfig, losses, names, stop_at, text_of
 
 TWIN = "compare.overrides=['recipe.name=bf16', 'optimizer.moments=fp32', 'optimizer.master=bf16+16']"
 
@@ -247,10 +247,13 @@ def test_ids_beyond_the_vocabulary_are_found_before_training(
         run_once(make_config(*model, "tokenizer.vocab_size=340"), console, "tokenizer")
 
 
-def test_released_gradients_train_the_same_model(make_config: MakeConfig, console: Console, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [(), OLMOE], ids=["llama", "olmoe"])
+def test_released_gradients_train_the_same_model(
+    model: tuple[str, ...], make_config: MakeConfig, console: Console, tmp_path: Path
+) -> None:
     """Bit for bit as without release and without clipping, also after going back to a checkpoint."""
     for flag in ("false", "true"):
-        words = (f"optimizer.release_gradients={flag}", "optimizer.clip=0", f"train.run_dir={tmp_path / flag}")
+        words = (f"optimizer.release_gradients={flag}", "optimizer.clip=0", f"train.run_dir={tmp_path / flag}", *model)
         run_once(make_config(*words, "checkpoint.keep=9"), console, "Overcoat")
     found, expected = (losses(tmp_path / flag)["train"] for flag in ("true", "false"))
     assert {step: loss for step, (loss, *_) in found.items()} == {step: loss for step, (loss, *_) in expected.items()}
