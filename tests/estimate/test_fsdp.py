@@ -125,6 +125,16 @@ def test_every_phase_of_a_sharded_step(name: str, tied: bool, setup: Setup, meas
             assert mine.end == pytest.approx(real.end, abs=times * 16384), mine.label
 
 
+def test_experts_are_gathered_in_their_own_dtype() -> None:
+    """Two layers are whole at the peak; FP8 saves a byte for each weight of their linear layers."""
+    model = make_model("olmoe", layers=LAYERS, num_experts=4)
+    linears = sum(p.numel() for name, p in model.model.layers[0].named_parameters() if name.endswith("proj.weight"))
+    found = [predict(model.config, BATCH, LENGTH, Setup(all_gather=dtype), gpus=2) for dtype in ("bf16", "fp8")]
+    bf16, fp8 = (prediction.components["gathered"] for prediction in found)
+    assert bf16 - fp8 == 2 * linears
+    assert "experts as they are" in str(found[1].report)
+
+
 def test_a_dry_run_that_fails_leaves_nothing_behind() -> None:
     """Neither a process group nor a model whose FSDP2 has stopped amid a step."""
     fails = [True]
