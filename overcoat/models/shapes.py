@@ -159,6 +159,41 @@ MODELS = {
         ),
         batch=2,
     ),
+    "olmoe-1b-7b": Model(
+        "OlmoeConfig",
+        sizes(2048, 1024, 16, 16, 16, 50304, num_experts=64, num_experts_per_tok=8),
+        *("allenai/OLMoE-1B-7B-0924", 8),
+    ),
+    "gpt-oss-20b": Model(
+        "GptOssConfig",
+        sizes(
+            *(2880, 2880, 24, 64, 8, 201088),
+            head_dim=64,
+            num_local_experts=32,
+            num_experts_per_tok=4,
+            max_position_embeddings=131072,
+            attn_implementation="eager",  # attention with sinks: transformers has no other without a download
+        ),
+        *("openai/gpt-oss-20b", 8),
+    ),
+    "qwen3-30b-a3b": Model(
+        "Qwen3MoeConfig",
+        sizes(
+            *(2048, 6144, 48, 32, 4, 151936),
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            **theta(1e6),
+        ),
+        *("Qwen/Qwen3-30B-A3B", 8),
+    ),
+    "mixtral-8x7b": Model(
+        "MixtralConfig",
+        sizes(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2, **theta(1e6)),
+        "mistralai/Mixtral-8x7B-v0.1",
+    ),
     "llama-2-13b": Model("LlamaConfig", sizes(5120, 13824, 40, 40, 40, 32000), "meta-llama/Llama-2-13b-hf"),
     "phi-4": Model(
         "Phi3Config", sizes(5120, 17920, 40, 40, 10, 100352, pad_token_id=None, **theta(2.5e5)), "microsoft/phi-4"
