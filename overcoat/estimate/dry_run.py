@@ -158,6 +158,11 @@ def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) 
     try:
         yield
     except NotImplementedError as error:
+        if config.get_text_config()._experts_implementation == "eager":
+            raise ValueError(
+                'experts_implementation = "eager" loops over the experts that tokens chose, which a dry run cannot '
+                'know: use "grouped_mm" for the estimate'
+            ) from error
         raise ValueError(
             f"a {config.model_type} model does what PyTorch cannot do without data, as shapes that depend on it, or "
             f"has not implemented, so what it holds cannot be told without running it: {error}"

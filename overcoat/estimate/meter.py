@@ -32,6 +32,7 @@ GRADIENTS, GATHERED = "gradients", "gathered"
 EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy: linear_cross_entropy.reference}
 
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default
+_INDEX_PUT = torch.ops.aten.index_put.default
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -194,6 +195,9 @@ class Meter(TorchDispatchMode):
         if func.namespace == "profiler":
             self._enter_or_exit(*args)
             return func(*args, **kwargs)
+        if func is _INDEX_PUT and "backward" in self.label:
+            # Autograd's of indexing: into zeros made for it, of which it makes a copy only under a dispatch mode.
+            func = torch.ops.aten.index_put_.default
         if func in EXPANDED:
             with self:
                 return EXPANDED[func](*args, **kwargs)

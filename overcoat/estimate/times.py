@@ -1,6 +1,7 @@
 """Predict the time of a training step on H200s or H100s, from a dry run's ops and measured rates of kernels.
 
     GEMMs        2 M N K operations, by the kind of operands      gemm.jsonl; BF16 and block scales: model.jsonl
+    experts      2 M N K of the tokens that chose them, or their bytes if that takes longer
     attention    2 S^2 operations a column, 5 backward            attention.jsonl
     the rest     bytes: every tensor that an op is given is read, every one that it makes or mutates is written
                                                                   kernels.jsonl
@@ -92,7 +93,12 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, 
         return "bf16", flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     if name == "addmm_":
         return "bf16", 2 * args[1].numel() * args[2].shape[1]
-    return "bytes", _moved(func, args, kwargs, out)
+    moved = _moved(func, args, kwargs, out)
+    if name == "_grouped_mm":
+        # Rows are multiplied once, by their expert's weight, however they are spread; all weights are read or written.
+        products = 2 * args[0].numel() * args[1].shape[-1]
+        return ("bf16", products) if products / PRODUCTS["bf16"] > moved / MEMORY else ("bytes", moved)
+    return "bytes", moved
 
 
 class Work(defaultdict[tuple[bool, str], float]):

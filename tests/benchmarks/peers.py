@@ -20,6 +20,8 @@ from tests.models.zoo import KINDS
 
 SMALL = Model("LlamaConfig", sizes(128, 256, 2, 4, 2, 320))
 SHAPE = BlockShape(SMALL, 2, 16)
+# A tiny mixture of experts: 8 of 64 columns, of which a token takes 2.
+EXPERTS = Model("OlmoeConfig", sizes(128, 64, 2, 4, 2, 320, num_experts=8, num_experts_per_tok=2, eos_token_id=None))
 # Models that see, by transformers' model type; LLaVA's images are of 16 pixels.
 _TEXT = sizes(64, 96, 2, 2, 1, 96, head_dim=32, pad_token_id=0)
 _IDS = {"image_token_id": 90, "video_token_id": 92, "vision_start_token_id": 91}

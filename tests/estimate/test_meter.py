@@ -70,6 +70,19 @@ def test_what_is_remembered_of_ops_changes_nothing():
     assert counted[1] == counted[2]
 
 
+def test_the_gradient_of_an_indexed_tensor_is_made_once():
+    """Under a dispatch mode autograd makes it twice."""
+    x = meta(KIB, dtype=torch.float32, requires_grad=True)
+    index = meta(2 * KIB, dtype=torch.int64)
+    with Meter() as meter:
+        y = x[index]
+        meter.mark("backward")
+        (dx,) = torch.autograd.grad(y, x, torch.empty_like(y))
+        assert dx.shape == x.shape
+        meter.stop()
+    assert max(totals(meter)) == 2 * 2048 + 1024
+
+
 def test_ops_inside_ops_are_not_counted():
     """One calls another in its reference, the first time it runs; what is remembered of others changes nothing."""
     config = Model("LlamaConfig", sizes(128, 256, 2, 4, 2, 512)).config()

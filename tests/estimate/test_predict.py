@@ -24,7 +24,7 @@ from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.models.dummy_batch import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
 from overcoat.train.build import loss_for_estimates
-from tests.benchmarks.peers import SEEING
+from tests.benchmarks.peers import EXPERTS, SEEING
 from tests.models.zoo import DISTINCT, KINDS, make_batch, make_model
 from tests.nightly import mostly_nightly
 
@@ -99,6 +99,34 @@ def test_the_baseline_keeps_what_a_bf16_model_does():
     model = make_model("llama", layers=2)
     predicted = Predictor(model.config).kept(BATCH, LENGTH, Setup(Recipe.bf16()))
     assert predicted.total_bytes == pytest.approx(kept_by(model, Recipe.bf16()).total_bytes, rel=1e-3)
+
+
+def test_experts_keep_what_grouped_mm_saves():
+    """By hand: BF16 of each token and choice, and where to find them."""
+    saved = Predictor(EXPERTS.config()).kept(BATCH, LENGTH, Setup()).by_tensor()
+    rows, hidden, columns = BATCH * LENGTH * 2, 128, 64
+    activation = 2 * columns  # silu(gate), and its product with up
+    # The gathered input, gate and up, down's output, and the router's weight of each.
+    rest = hidden + 2 * columns + hidden + 1
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        assert saved[f"{experts}.act_fn", "bfloat16"] == 2 * rows * activation
+        assert saved[experts, "bfloat16"] == 2 * rows * rest
+        assert saved[experts, "int64"] == 8 * rows * 3  # tokens, their order and its inverse
+        assert saved[experts, "int32"] == 4 * 8  # ends of the groups
+
+
+def test_experts_are_counted_with_all_their_weights():
+    config = EXPERTS.config()
+    attention, norms = 128 * (128 + 2 * 64 + 128), 2 * 128 + 128 + 64  # and those of q and k
+    layer = attention + norms + 8 * 3 * 128 * 64 + 8 * 128
+    assert predict(config, BATCH, LENGTH).parameters == 2 * layer + 128 + 2 * 320 * 128
+
+
+def test_eager_experts_are_refused_with_the_remedy():
+    config = EXPERTS.changed(experts_implementation="eager").config()
+    with pytest.raises(ValueError, match="grouped_mm"):
+        predict(config, BATCH, LENGTH)
 
 
 # ---- models that see ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from overcoat.estimate.times import (
     Work,
     step_times,
 )  # fmt: skip
-from tests.benchmarks.peers import SMALL
+from tests.benchmarks.peers import EXPERTS, SMALL
 
 GB = 10**9
 
@@ -85,6 +85,18 @@ def test_a_models_products_are_counted():
         work = predictor._run(1, 64, Setup(recipe), 1)[1].work
         assert sum(work[back, kind] for kind in ("fp8", "fp8 exact") for back in (False, True)) == 2 * 64 * expected
         assert work[False, "bf16"] == 6 * 64 * 128 * SMALL.config().vocab_size
+
+
+@pytest.mark.parametrize(("tokens", "multiplied"), [(64, False), (8192, True)])
+def test_experts_multiply_the_tokens_that_chose_them(tokens, multiplied):
+    """Top k of them, not all; few tokens take as long as the weights of all experts are read, which counts as bytes."""
+    width, head = 1024, 6 * 1024 * 320
+    config = EXPERTS.changed(hidden_size=width, intermediate_size=width).config()
+    work = Predictor(config)._run(1, tokens, Setup(), 1)[1].work
+    # The experts' and the router's products of two layers; the head's are all in the forward.
+    expected = 2 * 2 * tokens * (2 * 3 * width * width * multiplied + width * 8)
+    assert work[False, "bf16"] == expected + head * tokens
+    assert work[True, "bf16"] == 2 * expected
 
 
 def test_the_command_says_how_fast(capsys):
