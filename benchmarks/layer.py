@@ -7,6 +7,9 @@
                                block holds on to it: what each block of a model adds. U = tokens x hidden x 2 bytes
     peak                       the most allocated during forward and backward, parameter gradients included
 
+`--experts` measures the branch of a mixture of experts alone, norm, router and residual included (experts.py), with
+    load                       tokens of the busiest expert over the mean; routers' weights are scaled to be uneven
+
 Of CUDA graphs the total and the host's time alone. Layers with a sliding window get transformers' mask; ours get none,
 as in a converted model.
 
@@ -20,12 +23,14 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.contestants import ENGINES, Block, make_block
+from benchmarks.experts import WAYS, largest_load, make_branch
 from benchmarks.rows import Column, Row, decimals
 from benchmarks.session import Session, add_common_arguments
 from benchmarks.shapes import BlockShape, block_shape, build_block
@@ -48,6 +53,7 @@ COLUMNS = (
     Column("peak U", "peak_units", decimals(2)),
     Column("peak MiB", "peak_bytes", decimals(1, MEBI)),
 )
+EXPERT_COLUMNS = (*COLUMNS, Column("load", "largest_load", decimals(2)))
 # Columns of the accuracy table: title and result.
 RESULTS = {
     **{name: name for name in ("output", "dx")},
@@ -66,10 +72,25 @@ SQNR_COLUMNS = (
 def measure(name: str, shape: BlockShape) -> Row:
     """Times in ms and bytes of one contestant."""
     model, inputs = build_block(shape, torch.bfloat16, "cuda")
-    block = make_block(name, model, inputs)
+    return measure_block(make_block(name, model, inputs), *_data(model, shape, "cuda"), ENGINES[name].graphs)
+
+
+def measure_experts(name: str, shape: BlockShape, device: str = "cuda") -> Row:
+    """Times in ms and bytes of one contestant's branch of experts, and how uneven their loads are."""
+    model, _ = build_block(shape, torch.bfloat16, device)
+    x, dy = _data(model, shape, device)
+    block = make_branch(name, model)
+    return {**measure_block(block, x, dy), "largest_load": largest_load(block, x)}
+
+
+def _data(model: Any, shape: BlockShape, device: str) -> tuple[Tensor, Tensor]:
     size = (shape.batch, shape.sequence, model.config.hidden_size)
-    x, dy = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    x.requires_grad_()
+    x, dy = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return x.requires_grad_(), dy
+
+
+def measure_block(block: Block, x: Tensor, dy: Tensor, graphs: bool = False) -> Row:
+    """Times in ms and, on a GPU, bytes and the host's time; graphs: it is CUDA graphs."""
 
     def forward() -> Tensor:
         return block.call(x)
@@ -82,14 +103,17 @@ def measure(name: str, shape: BlockShape) -> Row:
     # Waking autograd's own thread takes up to a millisecond. A model pays that once per step, not once per block: here
     # everyone's backward runs on the calling thread.
     with torch.autograd.set_multithreading_enabled(False):
-        figures = {"total_ms": steady_ms(step, WINDOWS, STEPS)["ms"], "host_ms": host_ms(step)}
-        if ENGINES[name].graphs:
+        figures = {"total_ms": steady_ms(step, WINDOWS, STEPS)["ms"]}
+        if x.is_cuda:
+            figures["host_ms"] = host_ms(step)
+        if graphs:
             # A forward alone would be captured anew, and a graph's own memory is neither freed nor counted as others'.
             return figures
         ahead = steady_ms(forward, WINDOWS, STEPS)["ms"]
     x.grad = None
     block.layer.zero_grad(set_to_none=True)
-    return {"forward_ms": ahead, "backward_ms": figures["total_ms"] - ahead, **figures, **_memory(block, x, dy)}
+    bytes_of = _memory(block, x, dy) if x.is_cuda else {}
+    return {"forward_ms": ahead, "backward_ms": figures["total_ms"] - ahead, **figures, **bytes_of}
 
 
 def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
@@ -169,6 +193,7 @@ def decibels(signal: Tensor, noise: Tensor) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = f"{', '.join(MODELS)} with 2048 tokens in a row or as many as it says, or all (default 7b-s2048)"
     parser.add_argument("--shapes", nargs="*", metavar="MODEL[.KIND][-sTOKENS]", default=["7b-s2048"], help=shapes)
+    parser.add_argument("--experts", action="store_true", help="the branch of experts alone")
     against = "also the SQNR of every result against FP64 (default of MODEL: llama-2-7b)"
     parser.add_argument("--accuracy", nargs="?", const="llama-2-7b", metavar="MODEL", help=against)
     parser.add_argument("--planted", action="store_true", help="accuracy with large norm weights and a large channel")
@@ -179,10 +204,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     shapes = {name: block_shape(name) for name in (MODELS if "all" in parsed.shapes else parsed.shapes)}
-    session = Session(parsed, COLUMNS)
+    session = Session(parsed, EXPERT_COLUMNS if parsed.experts else COLUMNS)
     needs = {name: engine.needs for name, engine in ENGINES.items()}
     for shape, block in shapes.items():
-        session.table(f"{shape}: batch {block.batch}, sequence {block.sequence}, {block.model}")
+        size = f"batch {block.batch}, sequence {block.sequence}, {block.model}"
+        if parsed.experts:
+            session.table(f"{shape}, experts alone: {size}")
+            ways = {name: way.needs for name, way in WAYS.items()}
+            session.everyone(ways, measure_experts, block, shape=shape, part="experts")
+            continue
+        session.table(f"{shape}: {size}")
         session.everyone(needs, measure, block, shape=shape)
     if parsed.accuracy:
         exact = block_shape(parsed.accuracy)._replace(batch=1, sequence=ACCURACY_TOKENS)

@@ -15,6 +15,8 @@ from overcoat.models.shapes import MODELS, Model
 
 # Short names of models in `--shapes`.
 SHORT = {"1b": "coat-1b", "7b": "llama-2-7b", "llama3-8b": "llama-3-8b", "13b": "llama-2-13b", "30b": "llama-30b"}
+# Routers of experts, and the factors of their first row to their last.
+ROUTERS, UNEVEN = (".gate.weight", ".router.weight"), (0.7, 1.4)
 
 
 class BlockShape(NamedTuple):
@@ -76,6 +78,8 @@ def build_block(shape: BlockShape, dtype: torch.dtype, device: str, seed: int = 
         ids = torch.zeros((shape.batch, shape.sequence), dtype=torch.int64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith(ROUTERS):  # experts' loads are uneven: a longer row has larger logits
+                parameter.mul_(torch.linspace(*UNEVEN, len(parameter), device=device)[:, None])
             if "norm" in name:
                 parameter.uniform_(0.2, 1.8)
             elif name.endswith("bias"):

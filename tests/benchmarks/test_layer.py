@@ -9,10 +9,12 @@ import torch
 
 import overcoat
 from benchmarks.contestants import ENGINES
-from benchmarks.layer import RESULTS, accuracy, measure
+from benchmarks.experts import WAYS, make_branch
+from benchmarks.layer import RESULTS, accuracy, measure, measure_experts
+from benchmarks.session import attempt
 from benchmarks.shapes import SHORT, BlockShape, block_shape, build_block
 from overcoat.models.shapes import MODELS, Model, sizes
-from tests.benchmarks.peers import SHAPE, model_of
+from tests.benchmarks.peers import SHAPE, model_of, sqnr
 from tests.models.zoo import KINDS
 
 EAGER = [name for name, engine in ENGINES.items() if not engine.needs and not engine.compile]
@@ -48,6 +50,49 @@ def test_every_family_of_the_registry_has_a_block(kind: str) -> None:
     for key, decibels in found.items():
         if "error" not in key and "k_proj.bias" not in key and key != "draws":  # softmax does not see k's bias
             assert decibels > 12, key
+
+
+def experts_of(kind: str) -> BlockShape:
+    """A tiny layer of one of transformers' mixtures: 8 experts, of which a token takes 2."""
+    count = "num_experts" if kind in ("OlmoeConfig", "Qwen3MoeConfig") else "num_local_experts"
+    more: dict[str, Any] = {"GptOssConfig": {"attn_implementation": "eager", "head_dim": 32}}.get(kind, {})
+    fields = sizes(128, 64, 1, 4, 2, 320, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None, **more)
+    return BlockShape(Model(kind, {**fields, count: 8, "moe_intermediate_size": 64}), 2, 64)
+
+
+WITH_EXPERTS = ("OlmoeConfig", "Qwen3MoeConfig", "MixtralConfig", "GptOssConfig")
+
+
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_a_branch_of_experts_is_what_its_layer_adds_after_attention(kind: str) -> None:
+    """Of transformers and of ours: with attention's output at zero, the layer is its experts."""
+    found = []
+    for name in ("bf16 grouped_mm", "overcoat"):
+        model, inputs = build_block(experts_of(kind), torch.bfloat16, "cpu")
+        layer = model.layers[0]
+        for parameter in layer.self_attn.o_proj.parameters():
+            torch.nn.init.zeros_(parameter)
+        block = make_branch(name, model)
+        x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        y, whole = block.call(x), layer(x, **inputs)
+        assert torch.equal(y, whole[0] if isinstance(whole, tuple) else whole)
+        y.sum().backward()
+        assert {key.split(".")[0] for key in block.gradients()} == {"norm", "experts"}
+        found.append((y - x).detach())
+    assert sqnr(*found) > 15
+
+
+@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if not way.needs and not way.is_compiled])
+def test_a_branch_of_experts_is_timed_under_uneven_loads(name: str) -> None:
+    figures = measure_experts(name, experts_of("OlmoeConfig"), "cpu")
+    assert figures["total_ms"] > figures["forward_ms"] > 0
+    assert figures["largest_load"] > 1.2
+
+
+@pytest.mark.parametrize(("shape", "said"), [(SHAPE, "no branch of experts"), (experts_of("OlmoeConfig"), "kernels")])
+def test_why_a_branch_of_experts_is_not_timed(shape: BlockShape, said: str) -> None:
+    """A dense model has none; a peer's kernels cannot be loaded."""
+    assert said in attempt(measure_experts, "bf16 sonicmoe", shape, "cpu")["error"]
 
 
 @pytest.mark.gpu
