@@ -3,7 +3,8 @@
     tokens/s    batch x sequence over the median time of a step: forward, loss, backward, optimizer
     TFLOP/s     what the model needs, whatever is recomputed or quantized: per step of T tokens in sequences of S
                     6 N T            forward and backward of all products; N: parameters without the embedding's table,
-                                     which is looked up, not multiplied (tied to the head it counts, as the head)
+                                     which is looked up, not multiplied (tied to the head it counts, as the head), and
+                                     of experts only as many as a token visits
                   + 6 L T S d        attention; L layers, d = heads x head width: 4 S^2 d forward per sequence, twice
                                      that backward, halved because causal
                  + of a vision tower the same of its own, not halved; of a frozen one the forward alone
@@ -91,10 +92,15 @@ def tower_flops(model: Any, inputs: dict[str, Any]) -> float:
 
 
 def multiplied_parameters(model: Any) -> int:
-    """N: all parameters but the embedding's table, unless it is the head as well, and a vision tower's."""
+    """N: all parameters but the embedding's table, unless it is the head as well, experts that a token does not visit,
+    and a vision tower's."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = sum(parameter.numel() for parameter in model.parameters())
     total -= sum(parameter.numel() for parameter in tower_parameters(model))
+    visited = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0].endswith(".experts"):  # of all experts, one after the other
+            total -= parameter.numel() // len(parameter) * (len(parameter) - visited)
     return total if table is head else total - table.numel()
 
 

@@ -26,15 +26,18 @@ from benchmarks.session import OUT_OF_MEMORY
 from benchmarks.shapes import build_model
 from overcoat.models.dummy_batch import tower_parameters
 from overcoat.models.shapes import Model, sizes
-from tests.benchmarks.peers import SEEING, SMALL, module
+from tests.benchmarks.peers import EXPERTS, SEEING, SMALL, module
 from tests.benchmarks.test_contestants import FakeFusedLoss
 from tests.processes import on_two
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_flops_are_those_that_pytorch_counts(tied: bool) -> None:
-    """PyTorch counts the products as run: all of attention's square, where the formula counts the causal half."""
-    model = build_model(SMALL.changed(tie_word_embeddings=tied), torch.float32, "cpu")
+@pytest.mark.parametrize(
+    "shape", [SMALL, SMALL.changed(tie_word_embeddings=True), EXPERTS.changed(experts_implementation="eager")]
+)
+def test_flops_are_those_that_pytorch_counts(shape: Model) -> None:
+    """PyTorch counts the products as run: all of attention's square, where the formula counts the causal half; of
+    experts those that a token visits."""
+    model = build_model(shape, torch.float32, "cpu")
     model.set_attn_implementation("eager")
     ids = torch.randint(320, (2, 64))
     with FlopCounterMode(display=False) as counter:
@@ -92,6 +95,21 @@ def test_steps_on_fresh_tokens_tell_their_loss(monkeypatch: pytest.MonkeyPatch) 
         assert all(abs(value - math.log(320)) < 1 for value in losses)
         assert training.parameters == multiplied_parameters(build_model(SMALL, torch.bfloat16, "cpu"))
         assert training.flops == step_flops(training.parameters, 64, 32, SMALL.config())
+
+
+@pytest.mark.parametrize("name", ["overcoat", "overcoat leanest", "bf16 eager, torch AdamW"])
+def test_experts_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parameters, from the shape alone."""
+    if "bf16" in name:  # its fused AdamW of a CPU takes no BF16
+        monkeypatch.setitem(TRAINERS, name, TRAINERS[name]._replace(optimizer="overcoat 8bit, bf16+8"))
+    training = Training(name, Work(EXPERTS, 2, 32), "cpu")
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.05
+    training.step()
+    before = {key: p.detach().clone() for key, p in training.model.named_parameters()}
+    training.step()
+    assert abs(training.loss.item() - math.log(320)) < 3
+    assert not any(torch.equal(p, before[key]) for key, p in training.model.named_parameters())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
