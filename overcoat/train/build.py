@@ -24,9 +24,10 @@ from overcoat.models.head import LeanLossModel
 from overcoat.models.shapes import MOST_LAYERS
 from overcoat.optim.sharding import local
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
-from overcoat.train.data import Batch
+from overcoat.train.data import IGNORED, Batch
 from overcoat.train.files import RECORD
 from overcoat.train.process import choose_device, gather, is_first, memory_of, share
+from overcoat.train.routing import Routing
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
@@ -340,18 +341,26 @@ def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> ove
     )
 
 
-def summed_loss(model: Any, batch: Batch) -> Tensor:
-    """Return the cross-entropy summed over the batch's labels, () fp32, in training plus the recipe's z-loss; without
-    materializing logits if the model's head is converted."""
+def summed_loss(model: Any, batch: Batch, routing: Routing | None = None) -> Tensor:
+    """Return the cross-entropy summed over the batch's labels, () fp32, in training plus the recipe's z-loss and, of a
+    model with `output_router_logits`, the auxiliary loss for each label; without materializing logits if the model's
+    head is converted. routing: counts what the routers chose."""
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **batch.images}
     model = base_model(model)
     if isinstance(model, LeanLossModel) and model.overcoat_spec.shifts:
         # The labels are shifted already; divided by one item, the loss is the sum.
         labels = {"labels": batch.labels, "shift_labels": batch.labels, "num_items_in_batch": 1}
         return model(**inputs, **labels, cu_seq_lens_q=batch.document_starts, output_logits=False).loss
-    logits = model(**inputs).logits  # (B, T, V)
-    log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
-    return F.nll_loss(log_probabilities, batch.labels.flatten(), reduction="sum")
+    outputs = model(**inputs)  # logits (B, T, V)
+    log_probabilities = F.log_softmax(outputs.logits.flatten(0, 1), dim=-1, dtype=torch.float32)
+    loss = F.nll_loss(log_probabilities, batch.labels.flatten(), reduction="sum")
+    aux_loss = getattr(outputs, "aux_loss", None)
+    if isinstance(aux_loss, Tensor) and model.training:
+        config = model.config.get_text_config()
+        loss = loss + config.router_aux_loss_coef * aux_loss * (batch.labels != IGNORED).sum()
+        if routing is not None:
+            routing.add(outputs, config)
+    return loss
 
 
 def loss_for_estimates(document_mask: bool) -> LossOf:

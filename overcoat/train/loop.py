@@ -40,6 +40,7 @@ from overcoat.train.metrics import RunLog, StepRecord
 from overcoat.train.out_of_memory import DoesNotFitError, OomRetry, fatal_oom, free_memory, is_out_of_memory
 from overcoat.train.parallel import reached_parameters, with_gradients
 from overcoat.train.process import StopRequest
+from overcoat.train.routing import Routing
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     total = torch.zeros((), device=state.device)
     every = config.train.fp8_every
     is_sampled = bool(every) and (state.step + 1) % every == 0 and process.is_first()
-    ranges = None
+    ranges, routing = None, Routing()
     for number, start in enumerate(starts):
         # Built while the GPU works on the previous one.
         batch = state.batch(own[start : start + state.plan.micro_batch], config.data.document_mask)
@@ -125,7 +126,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
                 ranges = around.enter_context(record_ranges(state.model))
             with _measured(state):
                 # All processes of a context compute the same loss.
-                loss = summed_loss(state.model, batch.to(state.device)) / (num_labels * config.parallel.context)
+                loss = summed_loss(state.model, batch.to(state.device), routing)
+                loss = loss / (num_labels * config.parallel.context)
             if process.count() > 1 and state.images is not None:
                 rows = state.drawn.reshape(process.count(), len(own), -1)[:, start : start + state.plan.micro_batch]
                 loss = _with_same_gradients(state, rows, loss)
@@ -140,7 +142,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     state.drawn = None
     state.step += 1
     state.num_tokens += num_tokens
-    return StepRecord(state.step, lr, num_tokens, state.num_tokens, process.sum_of(total), norm, ranges)
+    total, routed = process.sum_of(total), routing.figures()
+    return StepRecord(state.step, lr, num_tokens, state.num_tokens, total, norm, ranges, routed)
 
 
 def _with_same_gradients(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 `metrics.jsonl` is only ever appended to:
 
     {"kind": "train", "step", "loss", "lr", "gradient_norm", ...}    the norm is null if it was not finite, and the step
-                                                                     skipped; "total_tokens": of all steps so far
+                                                                     skipped; "total_tokens": of all steps so far;
+                                                                     "aux_loss", "expert_load": routers' (routing.py)
     {"kind": "eval", "step", "loss", "attention_score"}              held-out loss; the largest log-sum-exp of attention
                                                                      in one row, if layers are converted
     {"kind": "tasks", "step", "sciq/acc", ...}                       figures of eval.tasks
@@ -39,12 +40,13 @@ from overcoat.train import process
 from overcoat.train.config import Config
 from overcoat.train.configfile import LARGEST
 from overcoat.train.loggers import Logger, open_loggers, scalars
+from overcoat.train.routing import FIGURES as ROUTING
 
 Row = dict[str, Any]
 METRICS = "metrics.jsonl"
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for Console.print: a line as it is
 # Keys of rows beside the step: numbers that may be missing, counts, and the keys that each kind requires.
-FIGURES = ("loss", "lr", "gradient_norm", "attention_score")
+FIGURES = ("loss", "lr", "gradient_norm", "attention_score", *ROUTING)
 COUNTS = ("tokens_per_second", "peak_bytes", "total_tokens", "micro_batch")
 KINDS = {
     "train": ("loss", "tokens_per_second", "peak_bytes"),
@@ -69,6 +71,12 @@ class StepRecord:
     loss: torch.Tensor  # () fp32
     gradient_norm: torch.Tensor  # () fp32, before clipping
     ranges: Ranges | None = None  # of the FP8 operands, where this step was sampled
+    routing: torch.Tensor | None = None  # (2,) fp32, of models that return router logits
+
+    def figures(self) -> torch.Tensor:
+        """Return loss, gradient norm and the routers' figures in one tensor, which is read once."""
+        pair = torch.stack((self.loss, self.gradient_norm))
+        return pair if self.routing is None else torch.cat((pair, self.routing))
 
 
 class RunLog:
@@ -142,8 +150,8 @@ class RunLog:
         flush."""
         if not self._records:
             return
-        pairs = torch.stack([torch.stack((record.loss, record.gradient_norm)) for record in self._records])
-        values, seconds = pairs.tolist(), time.perf_counter() - self._mark
+        figures = torch.stack([each.figures() for each in self._records])
+        values, seconds = figures.tolist(), time.perf_counter() - self._mark
         common = {
             "tokens_per_second": round(sum(record.num_tokens for record in self._records) / seconds, 1),
             "peak_bytes": process.largest(peak_bytes(self._device))[0],
@@ -151,9 +159,9 @@ class RunLog:
         rows = [
             {
                 "kind": "train", "step": each.step, "loss": loss, "lr": each.lr, "gradient_norm": norm,
-                "total_tokens": each.total_tokens, **common,
+                "total_tokens": each.total_tokens, **common, **dict(zip(ROUTING, routing, strict=False)),
             }
-            for each, (loss, norm) in zip(self._records, values, strict=True)
+            for each, (loss, norm, *routing) in zip(self._records, values, strict=True)
         ]  # fmt: skip
         ranges = [(record.step, record.ranges.by_layer) for record in self._records if record.ranges is not None]
         self._records.clear()

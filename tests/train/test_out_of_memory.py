@@ -64,15 +64,15 @@ class Scarcity:
             self.tried.append((state.step + 1, state.plan))
             now.update(place=-1, fails=state.step + 1 == self.step and self.too_much(state.plan))
 
-        def loss(model: Any, batch: Any) -> torch.Tensor:
+        def loss(model: Any, *batch: Any) -> torch.Tensor:
             now["place"] += model.training
             if not (model.training and now["fails"] and now["place"] == self.place):
-                return real_loss(model, batch)
+                return real_loss(model, *batch)
             if self.where == "forward":
                 run_out_of_memory()
             hook = lambda _m, _a, out: out.register_hook(run_out_of_memory) and None  # noqa: E731
             handle = model.get_input_embeddings().register_forward_hook(hook)
-            result = real_loss(model, batch)
+            result = real_loss(model, *batch)
             handle.remove()
             if self.where == "backward":
                 result.register_hook(run_out_of_memory)
