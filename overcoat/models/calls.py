@@ -153,6 +153,8 @@ def _with_recorders(owner: Any, stack: str, cloner: Cloner, caught: dict[int, di
     modules = {name: None if part is None else cloner.layer(part) for name, part in others.items()}
     modules[stack] = nn.ModuleList(fakes)
     vars(clone)["_modules"] = modules
+    # transformers' hooks that record outputs (router_logits) would go to the layers' own modules, once for each call.
+    vars(clone)["_output_capturing_hooks_installed"] = True
     return clone
 
 

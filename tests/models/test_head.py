@@ -80,6 +80,12 @@ def test_a_loss_with_a_term_for_the_router_is_of_all_logits() -> None:
     assert (head.converted, "output_router_logits" in head.detail) == (False, True)
 
 
+def test_the_conversion_leaves_one_recorder_of_router_logits_to_a_layer() -> None:
+    model = make_model("mixtral", layers=2, output_router_logits=True)
+    overcoat.convert(model)
+    assert len(model(**make_batch("causal", 1, 16), use_cache=False).router_logits) == 2
+
+
 @pytest.mark.parametrize("head", ["bf16", "fp8"])
 @pytest.mark.parametrize(
     ("kind", "fields"),
