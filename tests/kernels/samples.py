@@ -197,6 +197,16 @@ def _activation() -> None:
             add("activation_backward", dh, *kept, top / 448, amax(dh) * 9, "e5m2", has_bias, *how)
 
 
+def _gate() -> None:
+    for tokens, columns, dtype in SIZES:
+        dh, o, g = (normal(tokens, columns, dtype=dtype, seed=seed) for seed in range(3))
+        add("gate", o, g)
+        add("gate_backward", dh, o, g)
+    x = strided(normal(7, 48, dtype=torch.bfloat16))
+    add("gate", x, x.flip(0))
+    add("gate_backward", x, x.flip(0), x.flip(1))
+
+
 def _attention() -> None:
     for batch, sequence, (num_q, num_kv), width, dtype in (
         (1, 1, (1, 1), 8, torch.bfloat16),
@@ -326,17 +336,6 @@ def _hardware() -> None:
     add("fma", x, x + 1, x - 1)
 
 
-for make in (
-    _quantize,
-    _gemm,
-    _norm,
-    _rope,
-    _activation,
-    _attention,
-    _loss,
-    _blockwise,
-    _block_gemm,
-    _experts,
-    _hardware,
-):
+MAKERS = (_quantize, _gemm, _norm, _rope, _activation, _gate, _attention, _loss, _blockwise, _block_gemm, _experts)
+for make in (*MAKERS, _hardware):
     make()
