@@ -101,6 +101,16 @@ def test_a_block_keeps_no_more_than_the_design_says(large_case, recipe, limit):
     assert {row.op for row in kept.rows} <= OURS, "something unnamed is kept"
 
 
+@pytest.mark.parametrize(("kept_attention", "expected"), [("8bit", 0.5 + 1 / 128), ("bf16", 1.0)])
+def test_an_output_gate_is_kept_in_groups_or_in_16_bits(large_case, kept_attention, expected):
+    """As wide as the stream; nothing else is kept for it."""
+    recipe = Recipe(kept_attention=kept_attention)
+    gated = block_case(2, TOKENS // 2, HIDDEN, intermediate=INTERMEDIATE, num_q=8, num_kv=8, output_gate="g")
+    kept = record(gated, recipe)[0]
+    assert kept.by_op()["attention gate"] / UNIT == expected
+    assert units(kept) - units(record(large_case, recipe)[0]) == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("recipe", "name"), [(Recipe(), "w_amax"), (Recipe.leanest(), "in_proj, out_proj")], ids=["default", "leanest"]
 )
@@ -114,7 +124,7 @@ def test_what_shares_a_storage_is_one_row_of_the_whole(recipe, name):
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in LIMITS.values()], ids=LIMITS)
 def test_the_report_is_what_autograd_holds(recipe):
     """Walk the graph and add up every node's saved tensors: the same bytes as reported, no more and no less."""
-    case = block_case(biases=True, qk_norm="head")
+    case = block_case(biases=True, qk_norm="head", output_gate="q")
     module = OneBlock(case, recipe)
     x = case.inputs["x"].clone().requires_grad_()
     with record_kept(module) as kept:

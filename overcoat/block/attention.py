@@ -10,6 +10,9 @@ Before v is encoded, its token mean is subtracted per head where that lowers max
 cancels in attention's gradients, its quantization error would not.
 
 With "bf16" q, k, v and o are saved in 16 bits, with the log-sum-exp (4 U).
+
+With `Heads.gated` the layers make gates g as well, and the output layer reads h = o * sigmoid(g). g is saved in 8-bit
+groups, with "bf16" in 16 bits (0.5 U or 1 U); h is rebuilt in the backward, with the forward's scale.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from overcoat.block.spec import Branch, ForwardScales, Linear, Tables, padded
 from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.blockwise import BLOCK
-from overcoat.kernels.groups import token_center
+from overcoat.kernels.gate import gate, gate_backward
+from overcoat.kernels.groups import group_decode, group_encode, token_center
 from overcoat.kernels.norm import rms_norm, rms_norm_backward
 from overcoat.kernels.quantize import amax
 from overcoat.kernels.rope import qk_rope, qk_rope_backward, qk_rope_decode12, qk_rope_encode12_
@@ -62,6 +66,8 @@ class Heads(NamedTuple):
     window: with `causal`, a token attends to the last `window` tokens, itself included (Mistral, Gemma 3); 0: no limit.
         Ignored if the mask covers all pairs.
     context: process group over which rows are split (context.py), or None.
+    gated: o is multiplied by sigmoid(g) before the output layer (Qwen3.5, Afmoe); the stacked layers make
+        (g | q | k | v), g as wide as q.
     """
 
     batch: int
@@ -80,6 +86,12 @@ class Heads(NamedTuple):
     softcap: float = 0.0
     window: int = 0
     context: Any = None
+    gated: bool = False
+
+    @property
+    def gates(self) -> int:
+        """Return how many columns g has."""
+        return self.num_q * self.width if self.gated else 0
 
 
 class Rotary(NamedTuple):
@@ -177,6 +189,28 @@ class AttentionSaved(NamedTuple):
     o: Optional[Tensor] = None
     lse: Optional[Tensor] = None
     clipped: Optional[Tensor] = None
+
+
+class GateSaved(NamedTuple):
+    """Tensors saved by an output gate: g in 8-bit groups; or with "bf16" in 16 bits, and None."""
+
+    g: Tensor
+    g_amax: Optional[Tensor]
+
+
+def gate_forward(o: Tensor, g: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor, GateSaved]:
+    """Return h = o * sigmoid(g) (T, num_q * D), max |h| (0-d), and the saved tensors."""
+    g = g.contiguous()
+    keeps_codes = recipe.kept_attention == "8bit"
+    entry = GateSaved(*group_encode(g, recipe.kept_format, recipe.group_size)) if keeps_codes else GateSaved(g, None)
+    return *gate(o, g), entry
+
+
+def gate_decode(saved: GateSaved, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Return g (T, num_q * D), decoded to `dtype`."""
+    if saved.g_amax is None:
+        return saved.g
+    return group_decode(saved.g, saved.g_amax, recipe.kept_format, recipe.group_size, dtype)
 
 
 def attention_forward(
@@ -333,29 +367,38 @@ def qkv_gradient_quantized(
 
 
 class Attention(NamedTuple):
-    """The mixer whose stacked linear layers make q, k and v. `Branch.qk_norm`: the fields of `Rotary` from q_weight."""
+    """The mixer whose stacked linear layers make q, k and v, and g if `Heads.gated`.
+
+    `Branch.qk_norm`: the fields of `Rotary` from q_weight.
+    """
 
     heads: Heads
 
     @property
     def saved(self) -> tuple[type[Any], ...]:
         """Types of the tensors that `inside` and `output` save, in order."""
-        return (AttentionSaved, OutputSaved)
+        return (AttentionSaved, GateSaved, OutputSaved) if self.heads.gated else (AttentionSaved, OutputSaved)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names in the memory report: of the input layers, of each of `saved`, of the norm after."""
-        return ("attention input", "attention", "attention output", "attention norm")
+        gate = ("attention gate",) if self.heads.gated else ()
+        return ("attention input", "attention", *gate, "attention output", "attention norm")
 
     def inside(
         self, z: Tensor, branch: Branch, tables: Tables, recipe: Recipe, saved: list[Any]
     ) -> tuple[Tensor, Tensor]:
-        """Return o and an upper bound of max |o|, and append to `saved`."""
-        o, o_amax, entry = attention_forward(z, rotary_of(tables, branch.qk_norm, self.heads), self.heads, recipe)
-        if self.heads.context is not None:
-            share_largest(o_amax, self.heads.context)
+        """Return h, which is o without a gate, and an upper bound of max |h|, and append to `saved`."""
+        heads, gates = self.heads, self.heads.gates
+        qkv = z[:, gates:].contiguous() if gates else z
+        h, h_amax, entry = attention_forward(qkv, rotary_of(tables, branch.qk_norm, heads), heads, recipe)
         saved.append(entry)
-        return o, o_amax
+        if gates:
+            h, h_amax, gate_entry = gate_forward(h, z[:, :gates], recipe)
+            saved.append(gate_entry)
+        if heads.context is not None:
+            share_largest(h_amax, heads.context)
+        return h, h_amax
 
     def output(
         self,
@@ -367,10 +410,10 @@ class Attention(NamedTuple):
         residual: Optional[Tensor],
     ) -> Tensor:
         """Return the output layer's result, plus the residual if given, and append to `saved`."""
-        o, o_amax = inside
-        y, entry = linear_forward(o, branch.out_proj, o.dtype, recipe, o_amax, cached.out_proj, residual)
+        h, h_amax = inside
+        y, entry = linear_forward(h, branch.out_proj, h.dtype, recipe, h_amax, cached.out_proj, residual)
         if branch.out_proj.adapters:
-            add_adapters_(y, branch.out_proj, Input(o))
+            add_adapters_(y, branch.out_proj, Input(h))
         saved.append(entry)
         return y
 
@@ -388,40 +431,43 @@ class Attention(NamedTuple):
         recipe: Recipe,
         out_proj_needs_grad: bool,
     ) -> tuple[Tensor | Gradient, Linear, tuple[Optional[Tensor], ...]]:
-        """Return the gradients of q/k/v, of the output layer and of `Branch.qk_norm`; pop two entries of `saved`.
+        """Return the gradients of z, of the output layer and of `Branch.qk_norm`; pop what `inside` and `output` saved.
 
-        q/k/v's is written straight in FP8, unless q/k norms, clipping or adapters read it in 16 bits. With block scales
-        that also needs heads of 128 columns and no biases.
+        q/k/v's is written straight in FP8, unless q/k norms, clipping, a gate or adapters read it in 16 bits. With
+        block scales that also needs heads of 128 columns and no biases.
         """
-        scales, rotary = saved.pop(), rotary_of(tables, branch.qk_norm, self.heads)
+        heads, scales, rotary = self.heads, saved.pop(), rotary_of(tables, branch.qk_norm, self.heads)
+        g = gate_decode(saved.pop(), recipe, dy.dtype) if heads.gated else None
         entry = saved.pop()
-        decoded, clipped = attention_decode(entry, rotary, self.heads, recipe, dy.dtype), entry.clipped
+        decoded, clipped = attention_decode(entry, rotary, heads, recipe, dy.dtype), entry.clipped
         del entry
-        x_t = rebuild_input_t(decoded.o, scales.x_scale) if out_proj_needs_grad else None
+        h = decoded.o if g is None else gate(decoded.o, g)[0]
+        x_t = rebuild_input_t(h, scales.x_scale) if out_proj_needs_grad else None
         out_proj = linear_backward(dy, x_t, branch.out_proj, scales.w_amax, recipe, dy_amax)
         del x_t
-        assert out_proj.dx is not None
-        adapters = (
-            adapters_backward_(dy, out_proj.dx, branch.out_proj, Input(decoded.o)) if branch.out_proj.adapters else ()
-        )
-        gradients, inputs = rotated_gradients(out_proj.dx, decoded, rotary, self.heads), decoded.inputs
-        dsinks = (
-            None
-            if rotary.sinks is None
-            else sink_gradient(out_proj.dx, decoded.o, decoded.lse, rotary.sinks, self.heads)
-        )
-        del decoded
+        do, dg = out_proj.dx, None
+        assert do is not None
+        adapters = adapters_backward_(dy, do, branch.out_proj, Input(h)) if branch.out_proj.adapters else ()
         d_out_proj = Linear(out_proj.dweights, out_proj.dbiases, adapters=adapters)
-        del out_proj
-        is_plain = rotary.q_weight is None and rotary.k_weight is None and clipped is None
-        in_fp8 = recipe.linear_scaling == "tensor" or (self.heads.width == BLOCK and not branch.in_proj.has_bias)
+        del h, out_proj
+        if g is not None:
+            do, dg = gate_backward(do, decoded.o, g)
+            del g
+        gradients, inputs = rotated_gradients(do, decoded, rotary, heads), decoded.inputs
+        dsinks = None if rotary.sinks is None else sink_gradient(do, decoded.o, decoded.lse, rotary.sinks, heads)
+        del decoded, do
+        is_plain = rotary.q_weight is None and rotary.k_weight is None and clipped is None and dg is None
+        in_fp8 = recipe.linear_scaling == "tensor" or (heads.width == BLOCK and not branch.in_proj.has_bias)
         if is_plain and in_fp8 and not branch.in_proj.adapters:
-            dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.in_proj, recipe)
+            dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, heads, branch.in_proj, recipe)
             return dz, d_out_proj, (None, None, dsinks, None)[: len(branch.qk_norm)]
-        dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)
+        dz, *dnorms = qkv_gradient(gradients, inputs, rotary, heads)
+        del gradients, inputs
         if clipped is not None:
             dz = dz.masked_fill(from_bits(clipped), 0.0)
-        del gradients, inputs
+        if dg is not None:
+            dz = torch.cat((dg, dz), 1)
+            del dg
         dz = quantize_blocks_of(dz, branch.in_proj, recipe)
         return dz, d_out_proj, (*dnorms, dsinks, None)[: len(branch.qk_norm)]
 

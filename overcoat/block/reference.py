@@ -41,7 +41,7 @@ def block(x: Tensor, spec: Block, tables: Tables) -> Tensor:
     source = x
     for branch in spec.branches:
         y = norm(source if spec.parallel else x, branch.pre)  # (T, H)
-        z = linear(y, branch.in_proj)  # (T, (Q + 2 KV) D), or (T, 2 I), or (T, I)
+        z = linear(y, branch.in_proj)  # (T, (Q + 2 KV) D), with gates Q D more; or (T, 2 I), or (T, I)
         h = mixer(z, branch, tables)  # (T, Q D), or (T, I)
         y = linear(h, branch.out_proj)  # (T, H)
         x = norm(x + y, branch.post) if branch.norm_after_residual else x + norm(y, branch.post)
@@ -80,7 +80,9 @@ def mixer(z: Tensor, branch: Branch, tables: Tables) -> Tensor:
     """Return what is between a branch's linear layers: attention of q, k and v, or the activation of gate and up."""
     mixer = branch.mixer
     if hasattr(mixer, "heads"):
-        return attention(z, rotary_of(tables, branch.qk_norm, mixer.heads), mixer.heads)
+        g, qkv = z.tensor_split([mixer.heads.gates], -1)  # (T, Q D), or without gates (T, 0)
+        o = attention(qkv, rotary_of(tables, branch.qk_norm, mixer.heads), mixer.heads)
+        return o * torch.sigmoid(g) if mixer.heads.gated else o
     f = ACTIVATIONS[mixer.activation]
     if not mixer.gated:
         return f(z)  # (T, I)

@@ -10,11 +10,12 @@
 parameters are passed as one flat list (`tensors_of`) next to the block without them (`without_tensors`), and are
 put together again inside (`with_tensors`). Gradients return the same way: as a `Branch` with the same fields.
 
-`RowPermutation` reorders the rows of a weight. Kernels have one layout: (q heads | k heads | v heads), columns i and i
-+ D / 2 of a head rotating together. If a model rotates adjacent columns (GLM, Cohere), or only the first R columns of
-a head (Phi, GPT-NeoX), the rows of q's and k's weights are permuted to the kernels' order: scores are sums over the
-columns of a head, so they are the same in any order. The parameter does not change: its rows are gathered when it is
-quantized, and its gradient's rows are put back. Columns that do not rotate get cos 1 and sin 0 (`padded`).
+`RowPermutation` reorders the rows of a weight. Kernels have one layout: (q heads | k heads | v heads), after the gates
+if attention's output has them, and columns i and i + D / 2 of a head rotating together. If a model rotates adjacent
+columns (GLM, Cohere), or only the first R columns of a head (Phi, GPT-NeoX), the rows of q's and k's weights are
+permuted to the kernels' order: scores are sums over the columns of a head, so they are the same in any order. The
+parameter does not change: its rows are gathered when it is quantized, and its gradient's rows are put back. Columns
+that do not rotate get cos 1 and sin 0 (`padded`).
 
 Legend: D head width, R rotated columns of a head, K the layer's input width.
 """
@@ -34,6 +35,7 @@ class RowPermutation(NamedTuple):
     width: D; 0: rows keep their order. rotated: R. heads: how many heads rotate, counted from the first of q.
     rope_interleaved: columns 2 i and 2 i + 1 rotate together; False: columns i and i + R / 2.
     qkv_interleaved: rows repeat this many heads of q, one of k, one of v (GPT-NeoX: 1); 0: all of q, then k, then v.
+    gate_interleaved: rows repeat a head of q and its gate (Qwen3.5); all gates come first in the operand.
     transposed: the weight is (K, N) (GPT-2).
     """
 
@@ -43,6 +45,7 @@ class RowPermutation(NamedTuple):
     rope_interleaved: bool = False
     qkv_interleaved: int = 0
     transposed: bool = False
+    gate_interleaved: bool = False
 
     def take(self, x: Tensor) -> Tensor:
         """Return a weight or bias in the operand's order."""
@@ -75,12 +78,15 @@ class RowPermutation(NamedTuple):
         if self.qkv_interleaved:
             heads = rows.view(-1, self.qkv_interleaved + 2, self.width)
             rows = torch.cat([part.flatten() for part in heads.split((self.qkv_interleaved, 1, 1), 1)])
+        if self.gate_interleaved:
+            rows = rows.view(-1, 2, self.width).transpose(0, 1).flatten()  # heads of q, then their gates
         moving, rest = rows.split((self.heads * self.width, count - self.heads * self.width))
         rotated, fixed = moving.view(-1, self.width).split((self.rotated, self.width - self.rotated), 1)
         pairs = rotated.unflatten(1, (-1, 2) if self.rope_interleaved else (2, -1))
         first, second = pairs.unbind(2 if self.rope_interleaved else 1)
         halves = fixed.chunk(2, 1) if fixed.shape[1] else (fixed, fixed)
-        return torch.cat((torch.cat((first, halves[0], second, halves[1]), 1).flatten(), rest))
+        ordered = torch.cat((first, halves[0], second, halves[1]), 1).flatten()
+        return torch.cat((rest, ordered) if self.gate_interleaved else (ordered, rest))
 
 
 _made_rows: dict[tuple[RowPermutation, int, torch.device], Tensor] = {}

@@ -20,7 +20,7 @@ from overcoat.block import reference
 from overcoat.block.attention import Attention, Heads
 from overcoat.block.mlp import Mlp
 from overcoat.block.run import run_block
-from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
+from overcoat.block.spec import Block, Branch, Linear, Norm, RowPermutation, Tables
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.samples import normal
 
@@ -120,7 +120,8 @@ def gemm_db(recipe: Recipe, *more: float) -> float:
 
 # ---- the case ---------------------------------------------------------------------------------------------------
 
-# How a block is wired, what its norms of q and k are, whether its layers have biases, and its MLP's activation.
+# How a block is wired, what its norms of q and k are, whether its layers have biases, its MLP's activation, and which
+# layer makes attention's output gate.
 KINDS: dict[str, dict[str, object]] = {
     "llama": {},
     "biases": {"biases": True},
@@ -132,6 +133,8 @@ KINDS: dict[str, dict[str, object]] = {
     "sandwich": {"wiring": "sandwich"},
     "sandwich, gelu": {"wiring": "sandwich", "activation": "gelu", "biases": True},
     "parallel": {"wiring": "parallel", "biases": True},
+    "gate": {"output_gate": "g"},
+    "gate of q, biases, head norm": {"output_gate": "q", "biases": True, "qk_norm": "head", "rotated": 16},
 }
 
 
@@ -156,8 +159,13 @@ def block_case(
     num_kv: int = 2,
     activation: str = "silu",
     wiring: str = "pre",
+    output_gate: str = "",
+    rotated: int = 0,
 ) -> Case:
-    """A block with SwiGLU and RMSNorms, or with another activation LayerNorms and no gate; qk_norm: "head", "full"."""
+    """A block with SwiGLU and RMSNorms, or with another activation LayerNorms and no gate; qk_norm: "head", "full".
+
+    output_gate: "g" has a layer for it, "q" makes it beside each head; "": none.
+    """
     width, gated = hidden // num_q, activation == "silu"
     shapes = {
         "q": (hidden, hidden), "k": (num_kv * width, hidden), "v": (num_kv * width, hidden), "o": (hidden, hidden),
@@ -165,6 +173,8 @@ def block_case(
     }  # fmt: skip
     if not gated:
         del shapes["gate"]
+    if output_gate:
+        shapes[output_gate] = ((1 + (output_gate == "q")) * hidden, hidden)
     places = {"pre": ("pre",), "post": ("post",), "sandwich": ("pre", "post"), "parallel": ("pre",)}[wiring]
     norms = [f"{place}_{mixer}" for place in places for mixer in ("attention", "mlp")]
     inputs: Inputs = {"x": normal(batch * sequence, hidden, seed=30)}
@@ -177,10 +187,17 @@ def block_case(
     for i, (name, count) in enumerate((("q_weight", num_q), ("k_weight", num_kv))):
         size = width if qk_norm == "head" else width * count
         inputs[name] = None if qk_norm is None else 1 + 0.3 * normal(size, seed=70 + i)
-    inputs["cos"], inputs["sin"] = tables_of(sequence, width)
+    inputs["cos"], inputs["sin"] = tables_of(sequence, rotated or width)
     inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
     inputs["mask"] = mask if mask is None else mask.to(device)
-    heads = Heads(batch, num_q, num_kv, width, width**-0.5, EPS, qk_norm == "full")
+    options = {"rotated": rotated, "gated": output_gate != ""}
+    heads = Heads(batch, num_q, num_kv, width, width**-0.5, EPS, qk_norm == "full", **options)
+    qkv, orders = ("q", "k", "v"), ()
+    if output_gate == "g":
+        qkv = ("g", *qkv)
+    if output_gate == "q":
+        turned = (width, rotated or width)
+        orders = RowPermutation(*turned, num_q, gate_interleaved=True), RowPermutation(*turned, num_kv), None
 
     def block_of(inputs: Inputs) -> Block:
         def linear(*names: str) -> Linear:
@@ -190,8 +207,9 @@ def block_case(
             return Norm(inputs[name], inputs[f"{name}_bias"], EPS, not gated) if name in inputs else None
 
         qk_norm, gate = (inputs["q_weight"], inputs["k_weight"]), ("gate", "up") if gated else ("up",)
+        in_proj = linear(*qkv)._replace(orders=orders)
         attention = Branch(
-            Attention(heads), linear("q", "k", "v"), linear("o"), qk_norm, norm("pre_attention"), norm("post_attention")
+            Attention(heads), in_proj, linear("o"), qk_norm, norm("pre_attention"), norm("post_attention")
         )
         mlp = Branch(Mlp(activation, gated), linear(*gate), linear("down"), (), norm("pre_mlp"), norm("post_mlp"))
         return Block((attention, mlp), wiring == "parallel")

@@ -24,7 +24,10 @@ from tests.exact import BF16_DB, assert_close, combined_db
 
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 kinds = pytest.mark.parametrize("kwargs", KINDS.values(), ids=KINDS)
-some = pytest.mark.parametrize("name", ["biases, head norm", "gelu, biases", "post", "sandwich", "parallel"])
+some = pytest.mark.parametrize(
+    "name", ["biases, head norm", "gelu, biases", "post", "sandwich", "parallel", "gate of q, biases, head norm"]
+)
+gates = pytest.mark.parametrize("kwargs", [kwargs for kwargs in KINDS.values() if "output_gate" in kwargs])
 
 
 @recipes
@@ -36,6 +39,11 @@ def test_block(kwargs, recipe, device):
 @kinds
 def test_checkpointed_block(kwargs, device):
     check(block_case(device=device, **kwargs), Recipe.leanest())
+
+
+@gates
+def test_a_gate_that_is_kept_in_16_bits_with_scales_of_blocks(kwargs, device):
+    check(block_case(device=device, **kwargs), Recipe(kept_attention="bf16", linear_scaling="block"))
 
 
 @pytest.mark.parametrize("kind", masks())
