@@ -25,14 +25,21 @@ from tests.sweep.tiny import tiny
 
 HEADS = Heads(2, 4, 2, 16, 0.25)
 LENGTH = 96
-# By what is new in each: grouped heads; norms of q and k; learned positions; sinks; a factor of q by position.
+# By what is new in each: grouped heads; norms of q and k; learned positions; sinks; a factor of q by position; an
+# output gate (of the sweep's models).
 KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "llama": (Recipe(), {}),
     "qwen3": (Recipe(kept_attention="bf16"), {}),
     "gpt2": (Recipe.leanest(), {}),
     "gpt_oss": (Recipe(linear_scaling="block"), {"sliding_window": 128}),
     "ministral3": (Recipe(z_loss=1e-4), {"sliding_window": None}),
+    "qwen3_5_text": (Recipe(), {"layer_types": ["full_attention"] * 2}),
 }
+
+
+def _small(kind: str) -> Any:
+    fields = KINDS[kind][1]
+    return tiny(kind, narrow=True, **fields) if kind == "qwen3_5_text" else make_model(kind, layers=2, **fields)
 
 
 def _attention(rank: int, device: str) -> None:
@@ -79,15 +86,14 @@ def _batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
 def _models(rank: int, kinds: Sequence[str]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
     for kind in kinds:
-        recipe, extra = KINDS[kind]
-        whole, cut = (make_model(kind, layers=2, **extra) for _ in range(2))
+        whole, cut = (_small(kind) for _ in range(2))
         for model in (whole, cut):
-            overcoat.convert(model, recipe)
+            overcoat.convert(model, KINDS[kind][0])
         overcoat.context_parallel(cut, mesh)
         for layer in cut.transformer.h if kind == "gpt2" else cut.model.layers:
             fully_shard(layer)
         fully_shard(cut)
-        exact = make_model(kind, layers=2, **extra).float()
+        exact = _small(kind).float()
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)
             losses = [model(**_batch(1)).loss for model in (exact, whole, cut)]
@@ -109,7 +115,9 @@ def _models(rank: int, kinds: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", [("llama", "gpt2", "gpt_oss"), pytest.param(("qwen3", "ministral3"), marks=pytest.mark.nightly)], ids=str
+    "kinds",
+    [("llama", "gpt2", "gpt_oss", "qwen3_5_text"), pytest.param(("qwen3", "ministral3"), marks=pytest.mark.nightly)],
+    ids=str,
 )
 def test_loss_and_gradients_are_those_of_whole_rows(kinds: Sequence[str]) -> None:
     on_many(2, _models, "cpu", kinds)
