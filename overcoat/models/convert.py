@@ -375,6 +375,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
             extras.append("biases")
         if any(norm is not None for norm in qk_norm):
             extras.append("q/k norm" + (" over all heads (unfused)" if mixer.heads.full_norm else ""))
+        if mixer.heads.gated:
+            extras.append("output gate")
         if mixer.heads.softcap:
             extras.append(f"scores capped at {mixer.heads.softcap:g} (attention in plain PyTorch, slow)")
     scales = " in 1x128 and 128x128 blocks" if recipe.linear_scaling == "block" else ""

@@ -227,10 +227,14 @@ def _branch(modules: Modules, family: Family) -> Branch:
 
 
 def _qk_weight(norm: Norm, mixer: Any, out_proj: Any) -> Tensor:
-    """Ones for a norm without a weight, which None would leave out (NanoChat)."""
+    """Return the weight of a norm of q or k, in the order of its heads' rows; ones for a norm without one, which None
+    would leave out (NanoChat)."""
     if norm.weight is not None:
-        weight: Tensor = norm.weight
-        return weight
+        weight, heads = norm.weight, mixer.heads
+        if not (heads.rotated or heads.rope_interleaved):
+            return weight
+        counted = weight.shape[0] // heads.width
+        return RowPermutation(heads.width, heads.rotated or heads.width, counted, heads.rope_interleaved).take(weight)
     like = base_of(out_proj).weight
     return torch.ones(mixer.heads.width, dtype=like.dtype, device=like.device)
 

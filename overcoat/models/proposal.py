@@ -25,6 +25,7 @@ class Part(NamedTuple):
     """One branch by the paths of its modules in the layer, as `Modules` has them; heads' numbers are left to weights.
 
     qkv_interleaved: one layer makes q, k and v, with the rows of a group's q, its k, its v together.
+    gate_interleaved: q's layer makes its output gates too, each head's rows together.
     tables: a name in `TABLES`, what the model's position_embeddings are.
     """
 
@@ -43,6 +44,7 @@ class Part(NamedTuple):
     tables: str = ""
     call: tuple[Argument, ...] = ()
     results: int = 0
+    gate_interleaved: bool = False
 
     def modules(self, layer: Any, batch: int) -> Modules:
         """Return the branch of a layer."""
@@ -70,12 +72,14 @@ class Part(NamedTuple):
         rows = shape_of(in_proj[-1])[0] // width
         num_kv = (rows - num_q) // 2 if fused else rows
         heads = heads._replace(batch=batch, num_q=num_q, num_kv=num_kv)
-        if not (self.qkv_interleaved or heads.rope_interleaved or heads.rotated):
+        if not (self.qkv_interleaved or self.gate_interleaved or heads.rope_interleaved or heads.rotated):
             return heads, ()
         group = num_q // max(num_kv, 1) if self.qkv_interleaved else 0
         counts = (num_q + num_kv,) if fused else (num_q, num_kv)
-        orders = [RowPermutation(width, heads.rotated or width, n, heads.rope_interleaved, group) for n in counts]
-        return heads, tuple(orders) if fused else (*orders, None)
+        orders: Any = [RowPermutation(width, heads.rotated or width, n, heads.rope_interleaved, group) for n in counts]
+        orders[0] = orders[0]._replace(gate_interleaved=self.gate_interleaved)
+        gates = (None,) if len(in_proj) == 4 else ()  # of a layer of their own, the first
+        return heads, tuple(orders) if fused else (*gates, *orders, None)
 
     def __str__(self) -> str:
         if self.mixer is None:
@@ -87,6 +91,7 @@ class Part(NamedTuple):
         turned += f" of {heads.rotated} columns" if heads.rotated else ""
         how = [f"rotation by {turned}" if heads.rotates else "no rotation", f"scores x {heads.scale:.3g}"]
         how += ["q, k, v of each head together"] * self.qkv_interleaved + ["q/k norm"] * bool(self.qk_norm)
+        how += ["output gate"] * heads.gated
         return ", ".join(how + ["not causal"] * (not heads.causal))
 
 

@@ -7,10 +7,10 @@ from the model's own call, and every module's input and output is written down. 
     norm before     a module whose output the branch reads, norm after: one that reads what it returns
     stream          each branch adds a multiple of its result to what the branch before left, or all to the input
 
-What lies between a branch's linear layers is tried: attention's layout of q, k and v, norms, rotation, scale and caps;
-the MLP's activation. Each candidate is compared with the input of the branch's last layer. The whole is then verified
-(verify.py) like a family's, far from position 0 as well; only what agrees becomes the layer's family. Multipliers are
-believed only if a name has them.
+What lies between a branch's linear layers is tried: attention's layout of q, k and v, gates, norms, rotation, scale and
+caps; the MLP's activation. Each candidate is compared with the input of the branch's last layer. The whole is then
+verified (verify.py) like a family's, far from position 0 as well; only what agrees becomes the layer's family.
+Multipliers are believed only if a name has them.
 
     found = propose(model, "model.layers.0")
     found.family    or, where nothing agrees, found.reason: the nearest miss
@@ -258,7 +258,7 @@ def _branch(trace: Trace, family: Family, runs: list[list[Event]], norms: list[E
     call = next((event for event in trace.events if event.path == child and not is_linear(event.module)), None)
     parts = [trace.layer] if call is None else list(call.module.modules())
     long = _why_long(trace.layer, parts)
-    if len(outs) == 1 and len(ins) <= 3 and long is None:
+    if len(outs) == 1 and len(ins) <= 4 and long is None:
         for part in itertools.islice(candidates(trace, ins, outs[0], norms), TRIES):
             found = agreement(trace, family, part, u, outs[0].x)
             if found > LIMIT_DB:

@@ -1,7 +1,7 @@
 """Candidates of what lies between a branch's linear layers, and how closely each agrees with what was traced.
 
-Attention's layout of q, k and v, norms, rotation, scale and caps; an MLP's activation. A candidate is compared with the
-input of the branch's last linear layer.
+Attention's layout of q, k, v and gates, norms, rotation, scale and caps; an MLP's activation. A candidate is compared
+with the input of the branch's last linear layer.
 """
 
 from __future__ import annotations
@@ -65,19 +65,29 @@ def candidates(trace: Trace, ins: list[Event], out: Event, norms: list[Event]) -
         return
     owner = parent(ins[0].path)
     module = trace.layer.get_submodule(owner)
-    names = tuple(sorted(names, key=_role))
+    ins = sorted(ins, key=lambda event: _role(event.path, len(ins) == 4))
+    names = tuple([event.path for event in ins])
+    # A layer of its own makes the gates, or q's, which then has twice the rows.
+    if len(ins) == 4 and (_role(names[0], True) >= 0 or ins[0].y.shape[-1] != width):
+        return
+    gate_interleaved = len(ins) == 3 and ins[0].y.shape[-1] == 2 * width
+    gated = gate_interleaved or len(ins) == 4
     qk_norm = tuple([event.path for event in norms if event.path.startswith(f"{owner}.")][:2])
     sinks = f"{owner}.sinks" if isinstance(getattr(module, "sinks", None), nn.Parameter) else ""
     layouts = (False, True) if len(ins) == 1 else (False,)
     for heads, tables in _heads(trace, module, width, norms, qk_norm):
         for interleaved in layouts:
-            mixer = Attention(heads)
-            yield Part(mixer, owner, names, out.path, qk_norm, qkv_interleaved=interleaved, sinks=sinks, tables=tables)
+            yield Part(
+                Attention(heads._replace(gated=gated)), owner, names, out.path, qk_norm, qkv_interleaved=interleaved,
+                gate_interleaved=gate_interleaved, sinks=sinks, tables=tables,
+            )  # fmt: skip
 
 
-def _role(path: str) -> int:
-    """Return where q, k and v stand among them, by their names."""
+def _role(path: str, gated: bool) -> int:
+    """Return where q, k and v stand among them, by their names, and before these, if `gated`, the gates: -1."""
     name = path.rpartition(".")[2].lower()
+    if gated and re.search(r"gate|(^|_)g(_|$)", name):
+        return -1
     roles = ("q", "k", "v")
     found = [place for place, letter in enumerate(roles) if re.search(rf"(^|_|in){letter}(_|$|uery|ey|al)", name)]
     return found[0] if found else 1
