@@ -87,8 +87,9 @@ def weights_of(module: Any) -> Optional[Weights]:
 def _seen(module: Any) -> tuple[Any, ...]:
     """Return what decides the result of an experts module beside its parameters."""
     values = vars(module)
-    numbers = [(name, values[name]) for name in sorted(values) if isinstance(values[name], (bool, int, float, str))]
-    kept = [pair for pair in numbers if pair[0] != "training" and not pair[0].startswith("overcoat_")]
+    named = [name for name in sorted(values) if not name.startswith(("_", "overcoat_")) and name != "training"]
+    kept = [(name, values[name]) for name in named if isinstance(values[name], (bool, int, float, str))]
+    kept.append(("_is_expert_parallel", values.get("_is_expert_parallel", False)))
     methods = [getattr(original_class(module), name, None) for name in ("forward", "_apply_gate")]
     functions = [values.get("act_fn"), module._modules.get("act_fn"), values.get("forward"), values.get("_apply_gate")]
     return (*kept, *methods, *functions)
