@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from overcoat.block import offload
+from overcoat.block.linear import stack_weights_of
 from overcoat.estimate.delta_rule import library_delta_rule
 from overcoat.estimate.fsdp import shard
 from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter, own
@@ -29,7 +30,9 @@ from overcoat.estimate.workspaces import LibraryAttention
 from overcoat.extras import reason
 from overcoat.memory import SavedReport, record_kept
 from overcoat.models.convert import Report, convert
+from overcoat.models.decoder import Fp8DecoderLayer, block_of, checked_now
 from overcoat.models.dummy_batch import SIDE, freeze_tower, images, model_class, tokens
+from overcoat.models.family import decoder_layers
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
@@ -94,8 +97,18 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     """Return the model of a configuration, for any number of dry runs."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     parameters, report = tuple(model.parameters()), convert(model, setup.recipe)
+    _order_rows(model)
     gathered = shard(model, setup, gpus) if setup.is_sharded(gpus) else 0
     return Trained(model, parameters, report, Parts(model), gathered)
+
+
+@torch.no_grad()
+def _order_rows(model: Any) -> None:
+    """Make the row orders of stacked weights, which the first step of a process makes for all later ones."""
+    for layer in decoder_layers(model).values():
+        if isinstance(layer, Fp8DecoderLayer) and (branches := checked_now(layer).branches) is not None:
+            for branch in block_of(branches, layer.overcoat_family, layer).branches:
+                stack_weights_of(branch.in_proj)
 
 
 def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:

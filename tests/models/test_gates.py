@@ -16,6 +16,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import overcoat
 from overcoat import Recipe
+from overcoat.estimate.dry_run import kept_tensors
+from overcoat.estimate.setup import Setup
 from overcoat.models import propose, verify
 from overcoat.models.compiled import compile_layers, forget
 from overcoat.models.family import decoder_layers, family_of
@@ -63,6 +65,14 @@ def test_attention_with_a_gate_is_fused(kind: str) -> None:
         family: Any = family_of(model.get_submodule(name))
         part = family.branches.parts[0]
         assert (part.mixer.heads.gated, part.gate_interleaved) == (True, interleaved)
+
+
+def test_the_estimate_counts_what_a_gate_keeps() -> None:
+    """A byte for each of its columns, and a maximum of two for each 128, in both layers."""
+    config = qwen().config
+    columns = config.num_attention_heads * config.head_dim
+    found = kept_tensors(config, 2, 96, Setup()).by_op()
+    assert found["attention gate"] == 2 * 2 * 96 * (columns + 2 * -(-columns // 128))
 
 
 # ---- other gates ----------------------------------------------------------------------------------------------------
