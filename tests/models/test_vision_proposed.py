@@ -57,7 +57,7 @@ MODELS: dict[str, Kind] = {
         {**QWEN, "num_position_embeddings": 16},
         {},
         8,
-        {"linear_attn", "self_attn"},
+        {"linear_attn"},
     ),
     "Glm4v": ({"rope_parameters": GLM_ROPE}, GLM, {}, 8, set()),
     "Glm4vMoe": (
