@@ -24,7 +24,7 @@ from torch import Tensor
 from overcoat.formats import decode_float8
 from overcoat.kernels.gemm import has_float8_tensor_cores
 from overcoat.kernels.language import INTERPRETED, tl, triton
-from overcoat.kernels.launch import cdiv
+from overcoat.kernels.launch import cdiv, dense
 from overcoat.kernels.op import op
 
 # Slots of a tile: few where experts have few tokens.
@@ -193,7 +193,8 @@ def _described(x: Tensor, rows: int, columns: int) -> Any:
 
 @grouped_gemm.cuda
 def _(a, rows, b, experts, scale_a, scale_b, dtype):
-    a, b, tiles = a.contiguous(), b.contiguous(), experts.shape[0]
+    a, rows, b, experts, scale_a, scale_b = dense(a, rows, b, experts, scale_a, scale_b)
+    tiles = experts.shape[0]
     if not _runs_here(a, b) or not tiles:
         return grouped_gemm.reference(a, rows, b, experts, scale_a, scale_b, dtype)
     count, (columns, depth) = a.shape[0] if rows is None else rows.shape[0], b.shape[1:]
@@ -203,7 +204,7 @@ def _(a, rows, b, experts, scale_a, scale_b, dtype):
     with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
         _grouped_gemm_kernel[(tiles * cdiv(columns, width),)](
             weights if rows is not None else _described(a, height, _BK), weights, a, experts if rows is None else rows,
-            experts, scale_a.contiguous(), scale_b, out, tiles, b.shape[0], columns, depth, rows is not None,
+            experts, scale_a, scale_b, out, tiles, b.shape[0], columns, depth, rows is not None,
             scale_a.dim() == 1, depth % _BK == 0, height, width, _BK, _GROUP, num_warps=warps, num_stages=STAGES,
         )  # fmt: skip
     return out
@@ -256,7 +257,8 @@ def _grouped_wgrad_kernel(
 
 @grouped_wgrad.cuda
 def _(a, b, bounds, rows, scale, dtype, fast):
-    a, b, m, n = a.contiguous(), b.contiguous(), a.shape[0], b.shape[0]
+    a, b, bounds = dense(a, b, bounds)
+    m, n = a.shape[0], b.shape[0]
     if not _runs_here(a, b):
         return grouped_wgrad.reference(a, b, bounds, rows, scale, dtype, fast)
     out, (width, warps) = a.new_empty(bounds.shape[0] - 1, m, n, dtype=dtype), WIDE
