@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.block.attention import from_bits, to_bits
 from overcoat.block.linear import FAST_WGRAD_TOKENS
 from overcoat.block.linear_layer import Operand, SharedInput, quantized_input
 from overcoat.block.reference import ACTIVATIONS
@@ -37,7 +36,15 @@ from overcoat.kernels.activation import (
     activation_gradient_bound,
     activation_quantize,
 )
-from overcoat.kernels.experts import combine, expert_amax, expert_gradient, gather_t, quantize_experts
+from overcoat.kernels.experts import (
+    combine,
+    expert_amax,
+    expert_gradient,
+    gather_t,
+    limit_,
+    mask_,
+    quantize_experts,
+)
 from overcoat.kernels.grouped import Routing, grouped_gemm, grouped_wgrad, route, tile_rows
 from overcoat.kernels.op import check_no_transforms, first_order
 from overcoat.kernels.quantize import amax, quantize_both, quantize_rows
@@ -73,6 +80,12 @@ class Experts(NamedTuple):
         """Return the second weight as (E, H, I)."""
         return w.transpose(1, 2) if self.transposed else w
 
+    def operand(self, w: Tensor, amax: Tensor, is_first: bool, for_dgrad: bool) -> tuple[Tensor, Tensor]:
+        """Return what `first` or `second` returns as E4M3 operand of the forward, or transposed for dgrad; scales."""
+        if self.transposed:
+            return quantize_experts(w, amax, not for_dgrad, is_first and self.interleaved)
+        return quantize_experts(self.first(w) if is_first else w, amax, for_dgrad)
+
 
 class Weights(NamedTuple):
     """Parameters of all experts: w1 (E, F I, H), w2 (E, H, I), or with `Experts.transposed` (E, in, out); biases b1 (E,
@@ -102,19 +115,6 @@ def plain_experts(x: Tensor, index: Tensor, weights: Tensor, parameters: Weights
     return out
 
 
-def _biased(z: Tensor, b1: Optional[Tensor], routing: Routing, how: Experts) -> tuple[Tensor, Optional[Tensor]]:
-    """Return z (S, F I) with bias, limit and shift, zeros in slots without a token; one bit for each that was cut."""
-    if b1 is not None:
-        of_tile = F.pad(how.first(b1), (0, 0, 0, 1)).to(z.dtype)[routing.experts.long()]
-        z = (z.unflatten(0, (-1, routing.rows)) + of_tile[:, None]).flatten(0, 1)
-    clipped = None
-    if how.limit:
-        gate, up = z.chunk(2, 1)
-        clipped = to_bits(torch.cat((gate > how.limit, up.abs() > how.limit), 1))
-        z = torch.cat((gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit) + how.shift), 1)
-    return torch.where((routing.tokens >= 0)[:, None], z, 0.0), clipped
-
-
 def _dense(index: Tensor, values: Tensor, experts: int) -> Tensor:
     """Return values (T, k) as (T, E): 0 for experts that a token does not visit."""
     return values.new_zeros(values.shape[0], experts).scatter_add(1, index, values)
@@ -128,17 +128,17 @@ class _ExpertsFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         experts = w1.shape[0]
         routing = Routing(*route(index, experts, tile_rows(index.numel(), experts)))
-        first, second, wide = how.first(w1), how.second(w2), weights.float()
-        w1_amax, w2_amax = expert_amax(first), expert_amax(second)
-        w8, scale = quantize_experts(first, w1_amax, False)
+        w1_amax, w2_amax, wide = expert_amax(w1), expert_amax(w2), weights.float()
+        w8, scale = how.operand(w1, w1_amax, True, False)
         z = grouped_gemm(operand.codes, routing.tokens, w8, routing.experts, operand.scale, scale, dtype)
         clipped = None
-        if b1 is not None or how.limit:
-            z, clipped = _biased(z, b1, routing, how)
+        if b1 is not None or how.limit or how.shift:
+            bias = None if b1 is None else how.first(b1)
+            clipped = limit_(z, bias, routing.experts, routing.tokens, how.gated, how.limit, how.shift)
         codes, group_amax, top = activation_encode(z, how.activation, how.gated, recipe.kept_format, recipe.group_size)
         h8, h_scale = activation_quantize(z, top, how.activation, how.gated)
         del z, w8
-        w8, scale = quantize_experts(second, w2_amax, False)
+        w8, scale = how.operand(w2, w2_amax, False, False)
         y = grouped_gemm(h8, None, w8, routing.experts, h_scale, scale, dtype)
         out = combine(y, routing.slots, wide)
         if b2 is not None:
@@ -166,7 +166,7 @@ class _ExpertsFunction(torch.autograd.Function):
         dout, wide = dout.contiguous(), weights.float()
         of_slot = wide.new_zeros(routing.tokens.shape[0]).index_put((routing.slots.flatten().long(),), wide.flatten())
         d8, d_scale = quantize_rows(dout, "e4m3")
-        w_t, w_scale = quantize_experts(how.second(w2), w2_amax, True)
+        w_t, w_scale = how.operand(w2, w2_amax, False, True)
         g = grouped_gemm(d8, routing.tokens, w_t, routing.experts, d_scale, w_scale, dtype)
         del d8, w_t
         dh, sums = expert_gradient(g, codes, group_amax, of_slot, *kept)
@@ -193,13 +193,12 @@ class _ExpertsFunction(torch.autograd.Function):
         del h_t
         if wants_w1:
             x_t, _ = gather_t(x8, routing.tokens, None, None, "e4m3")
-            dw1 = _weight_gradient(dz_t, x_t, routing, dz_scale * x_scale, w1.dtype, False)
-            dw1 = how.as_parameter(dw1)
-            dw1 = dw1.transpose(1, 2).contiguous() if how.transposed else dw1
-            del x_t
+            rows = how.as_parameter(dz_t.view(torch.uint8)[None])[0].view(dz_t.dtype)
+            dw1 = _weight_gradient(rows, x_t, routing, dz_scale * x_scale, w1.dtype, how.transposed)
+            del x_t, rows
         del dz_t
         if wants_x:
-            w_t, w_scale = quantize_experts(how.first(w1), w1_amax, True)
+            w_t, w_scale = how.operand(w1, w1_amax, True, True)
             of_pairs = grouped_gemm(dz, None, w_t, routing.experts, dz_scale, w_scale, dtype)
             dx = combine(of_pairs, routing.slots, None)
         return dx, dw1, dw2, db1, db2, dweights, None, None, None, None, None
@@ -221,13 +220,13 @@ def _gradient(
     """Return dz in FP8 in both layouts, (S, F I) and (F I, S), its scale, its sums over each tile (FP32, if wanted),
     and h as transposed operand (I, S)."""
     fmt, kept = recipe.grad_format, (how.activation, recipe.kept_format, recipe.group_size)
-    if clipped is None and not wants_sums:
+    if not how.limit and not wants_sums:
         bound = activation_gradient_bound(dh, group_amax, how.activation, recipe.group_size)
         dz, dz_t, scale, _, h_t = activation_backward(dh, codes, group_amax, h_scale, bound, fmt, False, *kept)
         return dz, dz_t, scale, None, h_t
     wide, h_t = activation_backward(dh, codes, group_amax, h_scale, None, None, False, *kept)
-    if clipped is not None:
-        wide = wide.masked_fill_(from_bits(clipped), 0.0)
+    if how.limit:
+        mask_(wide, clipped)
     sums = wide.unflatten(0, (-1, routing.rows)).sum(1, dtype=torch.float32) if wants_sums else None
     return *quantize_both(wide, amax(wide), fmt), sums, h_t
 

@@ -1,6 +1,7 @@
 """What is around the GEMMs of experts (grouped.py): operands of weights, rows gathered into slots and summed back.
 
     expert_amax, quantize_experts    weights (E, N, K) as E4M3 operands, one scale for each expert
+    limit_, mask_                    bias and limits of z (gpt-oss), one bit for each value that was cut
     gather_t                         rows of tokens, in slots, transposed: an operand of wgrad
     combine                          out[t] = sum over a token's experts of weight * y[slot]
     expert_gradient                  dh = weight * g, and the gradient of the routing weight, g . h
@@ -34,11 +35,12 @@ from overcoat.kernels.device import (
     pack_rows,
     power_of_2,
     scale_of,
+    to_float8,
 )
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.quantize import PLAIN_TILE, TRANSPOSED_TILE, alignment, quantize_tile
+from overcoat.kernels.quantize import PLAIN_TILE, TRANSPOSED_TILE, alignment, promise
 from overcoat.kernels.tiles import group_columns
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -79,12 +81,15 @@ def _(w):
 
 
 @op
-def quantize_experts(w: Tensor, amax: Tensor, transposed: bool) -> Tuple[Tensor, Tensor]:
+def quantize_experts(w: Tensor, amax: Tensor, transposed: bool, interleaved: bool = False) -> Tuple[Tensor, Tensor]:
     """Quantize weights (E, N, K) with one scale for each expert, from its maximum in amax (E,) FP32.
+
+    interleaved: columns 2 i of w become columns i, and columns 2 i + 1 columns K / 2 + i.
 
     Returns:
         E4M3 data (E, N, K), or (E, K, N) if `transposed`; scales (E,) FP32.
     """
+    w = w.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2) if interleaved else w
     data, scales = zip(*[quantize_tensor(each, E4M3, top) for each, top in zip(w, amax, strict=True)], strict=True)
     whole = torch.stack([each.view(torch.uint8) for each in data])
     whole = whole.transpose(1, 2).contiguous() if transposed else whole
@@ -92,9 +97,17 @@ def quantize_experts(w: Tensor, amax: Tensor, transposed: bool) -> Tuple[Tensor,
 
 
 @quantize_experts.fake
-def _(w, amax, transposed):
+def _(w, amax, transposed, interleaved=False):
     e, n, k = w.shape
     return w.new_empty((e, k, n) if transposed else (e, n, k), dtype=E4M3.dtype), torch.empty_like(amax)
+
+
+@triton.jit
+def _quantized(w_ptr, n, k, rows, known, K, inverse, INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr):
+    """Return w * inverse at rows n and columns k, of which `rows` and `known` exist."""
+    pointers, inside = w_ptr + (n[:, None] * K + k[None, :]), (n < rows)[:, None] & known[None, :]
+    w = tl.load(pointers if INTERLEAVED else promise(pointers, ALIGN), mask=inside, other=0.0)
+    return tl.where(inside, w.to(tl.float32) * inverse, 0.0)
 
 
 @kernel
@@ -103,39 +116,172 @@ def _quantize_experts_kernel(
     amax_ptr,  # (E,) FP32
     out_ptr,  # (E, N, K) E4M3; (E, K, N) if TRANSPOSED
     scale_ptr,  # (E,) FP32
-    N, K, INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    N, K, INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     expert, across = tl.program_id(1), tl.cdiv(K, BK)
     n0, k0 = tl.program_id(0) // across * BN, tl.program_id(0) % across * BK
     scale = scale_of(tl.load(amax_ptr + expert), INVERSE_MAX)
     tl.store(scale_ptr + expert, scale, mask=tl.program_id(0) == 0)
     inverse, first = inverse_of(scale), expert.to(tl.int64) * N * K
-    k, start = tl.arange(0, BK), first + n0.to(tl.int64) * K + k0
+    n, k, row = tl.arange(0, BN), k0 + tl.arange(0, BK), first + n0.to(tl.int64) * K
+    source = tl.where(k < K // 2, 2 * k, 2 * k - K + 1) if INTERLEAVED else k
+    w_ptr += row
     if TRANSPOSED:
         pair = tl.arange(0, BN // 2)
-        w_ptr += start
-        _, even = quantize_tile(w_ptr, w_ptr, 2 * pair, k, N - n0, K - k0, K, inverse, False, ALIGN)
-        _, odd = quantize_tile(w_ptr, w_ptr, 2 * pair + 1, k, N - n0, K - k0, K, inverse, False, ALIGN)
+        even = _quantized(w_ptr, 2 * pair, source, N - n0, k < K, K, inverse, INTERLEAVED, ALIGN)
+        odd = _quantized(w_ptr, 2 * pair + 1, source, N - n0, k < K, K, inverse, INTERLEAVED, ALIGN)
         words = tl.trans(pack_rows(even, odd, tl.float8e4nv))
-        inside = (k < K - k0)[:, None] & (pair < (N - n0) // 2)[None, :]
-        target = as_words(out_ptr, 16) + (first + k0.to(tl.int64) * N + n0) // 2
-        tl.store(target + (k[:, None] * (N // 2) + pair[None, :]), words, mask=inside)
+        inside = (k < K)[:, None] & (pair < (N - n0) // 2)[None, :]
+        target = as_words(out_ptr, 16) + (first + n0) // 2
+        tl.store(target + (k.to(tl.int64)[:, None] * (N // 2) + pair[None, :]), words, mask=inside)
     else:
-        quantize_tile(w_ptr + start, out_ptr + start, tl.arange(0, BN), k, N - n0, K - k0, K, inverse, True, ALIGN)
+        x = _quantized(w_ptr, n, source, N - n0, k < K, K, inverse, INTERLEAVED, ALIGN)
+        target = promise(out_ptr + row + (n[:, None] * K + k[None, :]), ALIGN)
+        tl.store(target, to_float8(x, tl.float8e4nv), mask=(n < N - n0)[:, None] & (k < K)[None, :])
 
 
 @quantize_experts.cuda
-def _(w, amax, transposed):
+def _(w, amax, transposed, interleaved=False):
+    if not interleaved and not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
+        return quantize_experts.kernel(w.transpose(1, 2), amax, not transposed)
     w, (experts, rows, columns) = w.contiguous(), w.shape
     if transposed and rows % 2:  # two rows are one word
-        return quantize_experts.reference(w, amax, transposed)
+        return quantize_experts.reference(w, amax, transposed, interleaved)
     out = w.new_empty((experts, columns, rows) if transposed else w.shape, dtype=E4M3.dtype)
     scale, tile = torch.empty_like(amax), TRANSPOSED_TILE if transposed else PLAIN_TILE
     _quantize_experts_kernel[(cdiv(rows, tile[0]) * cdiv(columns, tile[1]), experts)](
         w, amax.contiguous(), out, scale, rows, columns, inverse_max("e4m3"), alignment([w], columns), transposed,
-        *tile, num_warps=4, **EXACT,
+        interleaved, *tile, num_warps=4, **EXACT,
     )  # fmt: skip
     return out, scale
+
+
+# ---- bias and limits -------------------------------------------------------------------------------------------------
+
+
+@op(mutates=("z",))
+def limit_(
+    z: Tensor, bias: Optional[Tensor], experts: Tensor, tokens: Tensor, gated: bool, limit: float, shift: float
+) -> Tensor:
+    """Add its expert's bias to each row of z (S, F I), in place; then limit it, and shift up; 0 where no token is.
+
+    bias: (E, F I) or None. experts, tokens: of `Routing`. limit: gate is at most this, and up within it; 0: none.
+
+    Returns:
+        uint8 (S, F I / 8), a bit for each value that was cut; (0,) without a limit.
+    """
+    x, half = z.float(), z.shape[1] // 2 if gated else z.shape[1]
+    if bias is not None:
+        rows = z.shape[0] // max(experts.shape[0], 1)
+        x = x + bias.float()[experts.clamp(max=bias.shape[0] - 1).long()].repeat_interleave(rows, 0)
+    known, bits = (tokens >= 0)[:, None], z.new_empty(0, dtype=torch.uint8)
+    if limit:
+        cut = (x > limit) | (torch.arange(z.shape[1], device=z.device) >= half) & (x < -limit)
+        bits = _to_bits(cut & known)
+        x = torch.cat((x[:, :half].clamp(max=limit), x[:, half:].clamp(-limit, limit)), 1)
+    x = torch.cat((x[:, :half], x[:, half:] + shift), 1)
+    z.copy_(torch.where(known, x, 0.0))
+    return bits
+
+
+@limit_.fake
+def _(z, bias, experts, tokens, gated, limit, shift):
+    return z.new_empty((z.shape[0], z.shape[1] // 8) if limit else (0,), dtype=torch.uint8)
+
+
+def _to_bits(flags: Tensor) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (flags.unflatten(1, (-1, 8)).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
+
+
+@triton.jit
+def _bytes(width, BT: tl.constexpr, BB: tl.constexpr):
+    """Return rows (BT, 1, 1) and columns (1, BB, 8) of a program's tile, bytes (BB,), and which of them exist."""
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    byte = tl.program_id(1) * BB + tl.arange(0, BB)
+    c = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return t, byte, c[None, :, :], byte < width
+
+
+@kernel
+def _limit_kernel(
+    z_ptr,  # (S, F I), in place
+    bias_ptr,  # (E, F I), if BIASED
+    experts_ptr,  # (tiles,) int32
+    tokens_ptr,  # (S,) int32
+    bits_ptr,  # (S, F I / 8) uint8, if LIMIT
+    N, half, E, rows, LIMIT: tl.constexpr, SHIFT: tl.constexpr, BIASED: tl.constexpr, BT: tl.constexpr,
+    BB: tl.constexpr,
+):  # fmt: skip
+    t, byte, c, exists = _bytes(N // 8, BT, BB)
+    known, inside = tl.load(tokens_ptr + t) >= 0, exists[None, :, None]
+    offsets = t[:, None, None] * N + c
+    x = tl.load(z_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        expert = tl.minimum(tl.load(experts_ptr + tl.program_id(0) * BT // rows), E - 1)
+        x += tl.load(bias_ptr + expert.to(tl.int64) * N + c, mask=inside, other=0.0).to(tl.float32)
+    up = c >= half
+    if LIMIT > 0:
+        above, below = x > LIMIT, up & (x < -LIMIT)
+        cut = (above | below) & known[:, None, None]
+        bits = tl.sum(cut.to(tl.int32) << tl.arange(0, 8)[None, None, :], 2)
+        tl.store(bits_ptr + (t[:, None] * (N // 8) + byte[None, :]), bits.to(tl.uint8), mask=exists[None, :])
+        x = tl.where(above, LIMIT, tl.where(below, -LIMIT, x))
+    x = tl.where(known[:, None, None], tl.where(up, x + SHIFT, x), 0.0)
+    tl.store(z_ptr + offsets, x.to(z_ptr.dtype.element_ty), mask=inside)
+
+
+LIMIT_TILE = (16, 32)  # slots and bytes of a program
+
+
+@limit_.cuda
+def _(z, bias, experts, tokens, gated, limit, shift):
+    bias, experts, tokens = dense(bias, experts, tokens)
+    (slots, columns), tiles = z.shape, experts.shape[0]
+    if not z.is_contiguous() or columns % 8 or slots % LIMIT_TILE[0] or (tiles and slots // tiles % LIMIT_TILE[0]):
+        return limit_.reference(z, bias, experts, tokens, gated, limit, shift)
+    bits = z.new_empty((slots, columns // 8) if limit else (0,), dtype=torch.uint8)
+    if z.numel():
+        _limit_kernel[(slots // LIMIT_TILE[0], cdiv(columns // 8, LIMIT_TILE[1]))](
+            z, z if bias is None else bias, experts, tokens, bits, columns, columns // 2 if gated else columns,
+            1 if bias is None else bias.shape[0], slots // tiles, limit, shift, bias is not None, *LIMIT_TILE,
+            num_warps=4, **EXACT,
+        )  # fmt: skip
+    return bits
+
+
+@op(mutates=("dz",))
+def mask_(dz: Tensor, bits: Tensor) -> None:
+    """Set dz (S, N) to zero, in place, where `limit_` has cut; bits: (S, N / 8) uint8."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    dz.masked_fill_(((bits.unsqueeze(2) >> places) & 1).bool().flatten(1), 0.0)
+
+
+@mask_.fake
+def _(dz, bits):
+    return None
+
+
+@kernel
+def _mask_kernel(
+    dz_ptr,  # (S, N), in place
+    bits_ptr,  # (S, N / 8) uint8
+    N, BT: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    t, byte, c, exists = _bytes(N // 8, BT, BB)
+    bits = tl.load(bits_ptr + (t[:, None] * (N // 8) + byte[None, :]), mask=exists[None, :], other=0).to(tl.int32)
+    cut = (bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    offsets = t[:, None, None] * N + c
+    tl.store(dz_ptr + offsets, tl.zeros(cut.shape, dz_ptr.dtype.element_ty), mask=(cut != 0) & exists[None, :, None])
+
+
+@mask_.cuda
+def _(dz, bits):
+    if not dz.is_contiguous() or dz.shape[0] % LIMIT_TILE[0] or not dz.numel():
+        return mask_.reference(dz, bits)
+    grid = dz.shape[0] // LIMIT_TILE[0], cdiv(bits.shape[1], LIMIT_TILE[1])
+    _mask_kernel[grid](dz, bits.contiguous(), dz.shape[1], *LIMIT_TILE, num_warps=4, **EXACT)
 
 
 # ---- rows of tokens in slots -----------------------------------------------------------------------------------------

@@ -308,7 +308,8 @@ def _experts() -> None:
         top, scales = w.abs().amax((1, 2)).float(), normal(experts, seed=3).abs()
         add("expert_amax", w)
         for transposed in (False, True):
-            add("quantize_experts", w, top, transposed)
+            for interleaved in (False, True):
+                add("quantize_experts", w, top, transposed, interleaved)
         gathered = gather_t(x8.data, owner, None, None, "e4m3")[0]
         weights = torch.where(owner < 0, 0.0, normal(len(owner), seed=4).abs())
         add("gather_t", x8.data, owner, None, None, "e4m3")
@@ -320,6 +321,9 @@ def _experts() -> None:
         add("grouped_gemm", plain, None, w8, of_tile, x8.scale, scales, dtype)
         add("grouped_wgrad", gathered[: columns // 2], gathered, bounds, 64, x8.scale, dtype, tokens > 9)
         y = normal(len(owner), columns, dtype=dtype, seed=5)
+        for bias, limit, shift in ((None, 0.5, 1.0), (normal(experts, columns, seed=9), 0.5, 0.0), (w[:, 0], 0.0, 0.0)):
+            add("limit_", y, bias, of_tile, owner, limit > 0, limit, shift)
+        add("mask_", y, torch.randint(0, 256, (len(owner), columns // 8)).to(torch.uint8))
         for each in (None, normal(tokens, chosen, seed=6)):
             add("combine", y, slots, each)
         for activation, code, parts in (("silu", "sqrt8", 2), ("relu2", "int8", 1)):

@@ -23,15 +23,41 @@ def test_weights(shape, dtype):
     w[0] = 0.0
     top = ops.expert_amax.reference(w)
     assert torch.equal(ops.expert_amax.kernel(w), top)
-    for transposed in (False, True):
-        assert_equal(
-            ops.quantize_experts.kernel(w, top, transposed), ops.quantize_experts.reference(w, top, transposed)
-        )
+    turned = w.transpose(1, 2).contiguous().transpose(1, 2)
+    for how in ((False,), (True,), (False, True), (True, True)):
+        expected = ops.quantize_experts.reference(w, top, *how)
+        assert_equal(ops.quantize_experts.kernel(w, top, *how), expected)
+        assert_equal(ops.quantize_experts.kernel(turned, top, *how), expected)
 
 
 def slots_of(tokens, chosen, experts):
     index = normal(tokens, experts - 1, seed=2).topk(chosen).indices.to(DEVICE) + 1
     return Routing(*route(index, experts, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("gated", "biased", "limit", "shift"), [(True, True, 0.5, 1.0), (False, False, 2.0, 0.0), (True, True, 0.0, 1.0)]
+)
+@pytest.mark.kernel
+def test_limits(gated, biased, limit, shift, dtype):
+    """In place, with a bit for what was cut, whose gradient is zero then; values that are not finite stay so."""
+    routing = slots_of(70, 2, 4)
+    z = awkward(len(routing.tokens), 272, dtype)
+    z[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    bias = awkward(4, 272, dtype) if biased else None
+    given = (bias, routing.experts, routing.tokens, gated, limit, shift)
+    ours, theirs = z.clone(), z.clone()
+    bits, expected = ops.limit_.kernel(ours, *given), ops.limit_.reference(theirs, *given)
+    assert_equal((ours, bits), (theirs, expected))
+    assert (ours[routing.tokens < 0] == 0).all()
+    if limit:
+        dz = torch.ones_like(z)
+        ops.mask_.kernel(dz, bits)
+        assert 0 < dz.mean() < 1
+        wanted = torch.ones_like(z)
+        ops.mask_.reference(wanted, bits)
+        assert torch.equal(dz, wanted)
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 16), (7, 100), (70, 272)])
