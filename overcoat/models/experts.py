@@ -49,8 +49,9 @@ class Fp8Experts(Mixin):
         if self.overcoat_recipe is None or not is_on:
             return self._own(hidden_states, *args, **kwargs)
         parameters = weights_of(self)
+        reason: Optional[str] = "they have other parameters than when they were converted"
         if parameters is None or (reason := _why_own(self, parameters, hidden_states, args, kwargs)) is not None:
-            warnings.warn(f"experts train in their original precision: {reason or 'other parameters'}", stacklevel=2)
+            warnings.warn(f"experts train in their original precision: {reason}", stacklevel=2)
             return self._own(hidden_states, *args, **kwargs)
         index, weights = args
         how, recipe, shared = self.overcoat_how, self.overcoat_recipe, self.overcoat_shared

@@ -96,6 +96,11 @@ def test_in_eval_they_are_their_own_and_a_change_is_told(mixtral, monkeypatch):
     each.act_fn = ACT2FN["gelu"]
     with pytest.warns(UserWarning, match="original precision"):
         changed = each(x, index, weights)
+    each.act_fn, each.added = copy.deepcopy(mixtral.get_submodule(name).act_fn), nn.Parameter(torch.ones(1))
+    with pytest.warns(UserWarning, match="other parameters"):
+        assert torch.equal(each(x, index, weights), own)
+    del each.added
+    each.act_fn = ACT2FN["gelu"]
     restore_experts(model)
     assert torch.equal(each(x, index, weights), changed)
     convert_experts(model, Recipe(), True)
