@@ -1,4 +1,4 @@
-"""What is around the GEMMs of experts (grouped.py): operands of weights, rows gathered into slots and summed back.
+"""Ops around the GEMMs of experts (grouped.py): operands of weights, rows gathered into slots and summed back.
 
     expert_amax, quantize_experts    weights (E, N, K) as E4M3 operands, one scale for each expert
     limit_, mask_                    bias and limits of z (gpt-oss), one bit for each value that was cut

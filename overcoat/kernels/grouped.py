@@ -42,7 +42,7 @@ def tile_count(pairs: int, experts: int, rows: int) -> int:
 
 
 class Routing(NamedTuple):
-    """Where each pair of a token and an expert lies. Results of `route`.
+    """Slots of the pairs of tokens and experts: the results of `route`.
 
     slots: (T, k) int32, the slot of each pair. tokens: (S,) int32, the token of each slot, -1: none.
     experts: (S / rows,) int32, the expert of each tile, E: none. bounds: (E + 1,) int32, each expert's first tile.

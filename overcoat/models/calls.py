@@ -1,4 +1,4 @@
-"""What a layer is called with: rows of several kinds, and the arguments that its model's own forward makes of them.
+"""Calls of a layer: rows of several kinds, and the arguments that its model's own forward makes of them.
 
 The layers' owner runs with weights of zeros, in which no number matters, and its layers write down what they are given:
 rotary tables, masks (padded, packed, windowed), positions. Where that cannot be done the arguments are made up.

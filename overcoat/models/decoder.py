@@ -406,6 +406,7 @@ class Fp8DecoderLayer(Mixin):
         return (result, *(None,) * (family.results - 1)) if family.results else result
 
     def _own(self, family: Family, given: dict[str, Any]) -> Callable[[Modules, Tensor], Tensor]:
+        """Return what runs a branch as it is, with the layer's arguments."""
         def run(modules: Modules, x: Tensor) -> Tensor:
             return as_they_are(modules, family, x, given, self.overcoat_arguments, self.overcoat_recipe)
 

@@ -19,7 +19,7 @@ FIGURES = ("aux_loss", "expert_load")
 
 
 class Routing:
-    """What the routers of a step's micro-batches chose."""
+    """Choices of the routers in a step's micro-batches."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
