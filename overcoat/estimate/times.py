@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, NamedTuple, Optional
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from overcoat.kernels.attention import attention, attention_backward, is_starts
 from overcoat.kernels.gemm import block_gemm, gemm
+from overcoat.kernels.grouped import grouped_gemm, grouped_wgrad, pair_count
 
 # Operations a second, hot.
 PRODUCTS = {"fp8": 1330e12, "fp8 exact": 1240e12, "fp8 blocks": 960e12, "bf16": 680e12}
@@ -93,12 +95,26 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, 
         return "bf16", flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     if name == "addmm_":
         return "bf16", 2 * args[1].numel() * args[2].shape[1]
-    moved = _moved(func, args, kwargs, out)
-    if name == "_grouped_mm":
-        # Rows are multiplied once, by their expert's weight, however they are spread; all weights are read or written.
-        products = 2 * args[0].numel() * args[1].shape[-1]
-        return ("bf16", products) if products / PRODUCTS["bf16"] > moved / MEMORY else ("bytes", moved)
-    return "bytes", moved
+    moved, grouped = _moved(func, args, kwargs, out), _grouped_products(func, args)
+    # All weights are read or written, however few tokens chose their expert.
+    return grouped if grouped is not None and grouped[1] / PRODUCTS[grouped[0]] > moved / MEMORY else ("bytes", moved)
+
+
+def _grouped_products(func: Any, args: Any) -> Optional[tuple[str, float]]:
+    """Return the kind and operations of a GEMM of experts, None of other ops: each pair of a token and an expert is
+    multiplied once, however they are spread."""
+    if func is grouped_gemm:
+        _, _, b, experts, *_ = args
+        (count, columns, depth), tiles = b.shape, experts.shape[0]
+        slots = args[0].shape[0] if args[1] is None else args[1].shape[0]
+        return "fp8", 2 * pair_count(tiles, count, slots // max(tiles, 1)) * columns * depth
+    if func is grouped_wgrad:
+        a, b, bounds, rows, *_, fast = args
+        pairs = pair_count(a.shape[1] // rows, bounds.shape[0] - 1, rows)
+        return "fp8" if fast else "fp8 exact", 2 * pairs * a.shape[0] * b.shape[0]
+    if func is torch.ops.aten._grouped_mm.default:
+        return "bf16", 2 * args[0].numel() * args[1].shape[-1]
+    return None
 
 
 class Work(defaultdict[tuple[bool, str], float]):

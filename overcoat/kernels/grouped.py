@@ -41,6 +41,11 @@ def tile_count(pairs: int, experts: int, rows: int) -> int:
     return (pairs + min(pairs, experts) * (rows - 1)) // rows
 
 
+def pair_count(tiles: int, experts: int, rows: int) -> int:
+    """Return the pairs of so many tiles (`tile_count`): exact for fewer than `experts`, and for multiples of `rows`."""
+    return tiles if tiles < experts else (tiles - experts + cdiv(experts, rows)) * rows
+
+
 class Routing(NamedTuple):
     """Slots of the pairs of tokens and experts: the results of `route`.
 

@@ -87,16 +87,28 @@ def test_a_models_products_are_counted():
         assert work[False, "bf16"] == 6 * 64 * 128 * SMALL.config().vocab_size
 
 
-@pytest.mark.parametrize(("tokens", "multiplied"), [(64, False), (8192, True)])
-def test_experts_multiply_the_tokens_that_chose_them(tokens, multiplied):
-    """Top k of them, not all; few tokens take as long as the weights of all experts are read, which counts as bytes."""
-    width, head = 1024, 6 * 1024 * 320
-    config = EXPERTS.changed(hidden_size=width, intermediate_size=width).config()
-    work = Predictor(config)._run(1, tokens, Setup(), 1)[1].work
-    # The experts' and the router's products of two layers; the head's are all in the forward.
-    expected = 2 * 2 * tokens * (2 * 3 * width * width * multiplied + width * 8)
-    assert work[False, "bf16"] == expected + head * tokens
-    assert work[True, "bf16"] == 2 * expected
+WIDE_EXPERTS = EXPERTS.changed(hidden_size=1024, intermediate_size=1024)
+WIDTH, HEAD = 1024, 1024 * 320
+
+
+@pytest.mark.parametrize(("tokens", "multiplied", "exact"), [(64, 0, 0), (8192, 1, 0), (65536, 1, 1)])
+def test_experts_multiply_the_tokens_that_chose_them_in_fp8(tokens, multiplied, exact):
+    """Top k of them, not all; few tokens take as long as the weights of all experts are read, which counts as bytes.
+    Weight gradients of many tokens are added exactly."""
+    work = Predictor(WIDE_EXPERTS.config())._run(1, tokens, Setup(), 1)[1].work
+    # Of two layers: attention and 2 of 8 experts; routers and the head stay in BF16.
+    products = 2 * 2 * tokens * WIDTH * (3 * WIDTH + 2 * 3 * WIDTH * multiplied)
+    routers = 2 * 2 * tokens * WIDTH * 8
+    assert work[False, "fp8"] == work[True, "fp8"] - products * (1 - exact) == products
+    assert (work[False, "fp8 exact"], work[True, "fp8 exact"]) == (0, products * exact)
+    assert (work[False, "bf16"], work[True, "bf16"]) == (routers + 6 * tokens * HEAD, 2 * routers)
+
+
+@pytest.mark.parametrize(("tokens", "multiplied"), [(64, 0), (8192, 1)])
+def test_experts_multiply_the_tokens_that_chose_them_in_bf16(tokens, multiplied):
+    work = Predictor(WIDE_EXPERTS.config())._run(1, tokens, Setup(Recipe.bf16()), 1)[1].work
+    expected = 2 * tokens * (2 * WIDTH * (3 * WIDTH + 2 * 3 * WIDTH * multiplied + 8) + HEAD)
+    assert (work[False, "bf16"], work[True, "bf16"]) == (expected, 2 * expected)
 
 
 def test_the_command_says_how_fast(capsys):

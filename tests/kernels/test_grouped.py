@@ -48,6 +48,13 @@ def test_most_tiles_are_enough():
         assert int(routing.bounds[-1]) == sum(-(-n // 64) for n in counts) <= len(routing.experts)
 
 
+@pytest.mark.parametrize(("experts", "rows"), [(3, 64), (64, 64), (128, 128), (130, 64)])
+def test_pairs_of_tiles(experts, rows):
+    for pairs in range(1000):
+        found = grouped.pair_count(grouped.tile_count(pairs, experts, rows), experts, rows)
+        assert found == pairs if pairs < experts or pairs % rows == 0 else abs(found - pairs) < rows
+
+
 def products(tokens, chosen, experts, rows, n, k, fmt):
     """Operands of a GEMM over slots, and its result in FP64."""
     _, routing = routed(tokens, chosen, experts, rows)
