@@ -32,6 +32,7 @@ from overcoat.memory import SavedReport, record_kept
 from overcoat.models.convert import Report, convert
 from overcoat.models.decoder import Fp8DecoderLayer, block_of, checked_now
 from overcoat.models.dummy_batch import SIDE, freeze_tower, images, model_class, tokens
+from overcoat.models.experts import Fp8Experts, weights_of
 from overcoat.models.family import decoder_layers
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
 
@@ -63,7 +64,7 @@ def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
     made = model_class(config)
     # Gemma 2 and gpt-oss have no other.
     attention = "sdpa" if made._supports_sdpa else "eager"
-    with META, _refusing_values(config, Exception):
+    with META, _refusing_values(config, kinds=Exception):
         model = made._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
     if frozen:
         freeze_tower(model)
@@ -122,7 +123,7 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
             parameter.grad = torch.empty_like(parameter)
         meter.leave_out(parameter.grad for parameter in trained)
     with (
-        _refusing_values(of.model.config),
+        _refusing_values(of.model.config, of.model),
         _gradient_hooks(of, parameters, meter, setup) as held,
         watch(of.model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
         meter.watch_resizes(),
@@ -154,7 +155,7 @@ def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: 
     setup = replace(setup, replicated=False)
     model, meter = trained_model(config, setup).model, Meter(not setup.document_mask, Work())
     with (
-        _refusing_values(config),
+        _refusing_values(config, model),
         meter,
         LibraryAttention(),
         library_delta_rule(model),
@@ -166,12 +167,15 @@ def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: 
 
 
 @contextlib.contextmanager
-def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) -> Iterator[None]:
-    """Turn errors of transformers or PyTorch about a configuration's values into a ValueError."""
+def _refusing_values(config: Any, model: Any = None, kinds: Any = (RuntimeError, ArithmeticError)) -> Iterator[None]:
+    """Turn errors of transformers or PyTorch about a configuration's values into a ValueError.
+
+    model: the one that runs, if it is made.
+    """
     try:
         yield
     except NotImplementedError as error:
-        if config.get_text_config()._experts_implementation == "eager":
+        if model is not None and _loops_over_experts(model):
             raise ValueError(
                 'experts_implementation = "eager" loops over the experts that tokens chose, which a dry run cannot '
                 'know: use "grouped_mm" for the estimate'
@@ -184,6 +188,13 @@ def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) 
         raise ValueError(
             f"the {config.model_type} model of this configuration cannot be made or run dry: {reason(error)}"
         ) from error
+
+
+def _loops_over_experts(model: Any) -> bool:
+    """True if transformers' eager implementation runs experts of a model, which `convert` left alone."""
+    if model.config.get_text_config()._experts_implementation != "eager":
+        return False
+    return any(weights_of(each) is not None and not isinstance(each, Fp8Experts) for each in model.modules())
 
 
 def _category(tag: str, place: str, kept: bool) -> str:

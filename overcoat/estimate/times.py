@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from overcoat.estimate.workspaces import copied
 from overcoat.kernels.attention import attention, attention_backward, is_starts
 from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.grouped import grouped_gemm, grouped_wgrad, pair_count
@@ -95,7 +96,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, 
         return "bf16", flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
     if name == "addmm_":
         return "bf16", 2 * args[1].numel() * args[2].shape[1]
-    moved, grouped = _moved(func, args, kwargs, out), _grouped_products(func, args)
+    moved = _moved(func, args, kwargs, out) + 2 * copied(func, args)
+    grouped = _grouped_products(func, args)
     # All weights are read or written, however few tokens chose their expert.
     return grouped if grouped is not None and grouped[1] / PRODUCTS[grouped[0]] > moved / MEMORY else ("bytes", moved)
 

@@ -1,4 +1,5 @@
-"""Shapes and workspaces of a GPU's fused attention kernels, for dry runs on the meta device."""
+"""Shapes and workspaces of a GPU's fused attention kernels, and copies that kernels of experts make of their weights,
+for dry runs on the meta device."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from overcoat.kernels.attention import ROWS_BETWEEN, attention, attention_backward, is_starts
+from overcoat.kernels.experts import expert_amax, quantize_experts
 
 # CUDA's caching allocator hands out multiples of this many bytes.
 ALIGNMENT = 512
@@ -24,13 +26,13 @@ def aligned(size: int) -> int:
 
 
 def workspace(func: Any, args: Sequence[Any]) -> int:
-    """Return the bytes that attention allocates on a GPU and frees before it returns.
+    """Return the bytes that an op allocates on a GPU and frees before it returns.
 
-    The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query. With
-    grouped-query heads it holds dk and dv of every query head before it adds them up. Both as measured on an H200 with
-    cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With a mask there is an additive copy of it; the
-    memory-efficient kernel, which runs where cuDNN takes none, repeats k and v. Packed sequences leave rows of dq
-    between documents.
+    Experts' weights that are transposed are copied. The fused backward of attention (cuDNN's and FlashAttention's) adds
+    up dq in FP32 and keeps sum(do * o) per query. With grouped-query heads it holds dk and dv of every query head
+    before it adds them up. Both as measured on an H200 with cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With
+    a mask there is an additive copy of it; the memory-efficient kernel, which runs where cuDNN takes none, repeats k
+    and v. Packed sequences leave rows of dq between documents.
     """
     if func is attention_backward:
         do, _, _, _, mask, batch, num_q, num_kv, *last = args
@@ -48,7 +50,13 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
         q, k = args[1], args[2]  # (B, heads, S, D)
         repeated = 2 * q.nbytes if k.shape[1] != q.shape[1] else 0
         return _accumulators(q.numel(), math.prod(q.shape[:3])) + repeated
-    return 0
+    return aligned(copied(func, args))
+
+
+def copied(func: Any, args: Sequence[Any]) -> int:
+    """Return the bytes of the contiguous copy that a kernel makes of experts' weights (gpt-oss stores their
+    transpose)."""
+    return args[0].nbytes if func in (expert_amax, quantize_experts) and not args[0].is_contiguous() else 0
 
 
 def _accumulators(elements: int, queries: int) -> int:

@@ -14,6 +14,7 @@ from overcoat.estimate.meter import Meter
 from overcoat.estimate.times import Work
 from overcoat.estimate.workspaces import LibraryAttention, aligned, workspace
 from overcoat.kernels.attention import attention_backward
+from overcoat.kernels.experts import quantize_experts
 from overcoat.models.shapes import Model, sizes
 
 KIB = 256  # FP32 elements
@@ -143,6 +144,19 @@ def test_workspace_of_masks():
     accumulators = 4 * do.numel() + 4 * do.shape[0] * 32
     assert attention_workspace(do, meta(28, dtype=torch.int32), 32, 32) == accumulators + pairs + 4 * pairs
     assert workspace(torch.ops.aten.add.Tensor, ()) == 0
+
+
+def test_transposed_weights_of_experts_are_copied():
+    w, amax = meta(8, 256, 512), meta(8, dtype=torch.float32)
+    counted = []
+    for weight in (w, w.transpose(1, 2)):
+        with Meter(work=(work := Work())) as meter:
+            meter.leave_out([w, amax])
+            quantize_experts(weight, amax, True)
+            meter.stop()
+        counted.append((max(totals(meter)), work[False, "bytes"]))
+    (plain, moved), (transposed, more) = counted
+    assert (transposed - plain, more - moved) == (w.nbytes, 2 * w.nbytes)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -29,6 +29,8 @@ from tests.models.zoo import DISTINCT, KINDS, make_batch, make_model
 from tests.nightly import mostly_nightly
 
 BATCH, LENGTH = 2, 64
+WIDTH = 256
+LARGE_EXPERTS = EXPERTS.changed(hidden_size=WIDTH, intermediate_size=WIDTH)  # large enough for FP8
 RECIPES = {
     "default": Recipe(),
     "paper": Recipe.paper(),
@@ -116,6 +118,42 @@ def test_experts_keep_what_grouped_mm_saves():
         assert saved[experts, "int32"] == 4 * 8  # ends of the groups
 
 
+def test_experts_in_fp8_keep_codes_in_slots():
+    """By hand: 256 pairs of 128 tokens lie in tiles of 64 slots, the last of each of 8 experts not full."""
+    saved = Predictor(LARGE_EXPERTS.config()).kept(BATCH, LENGTH, Setup()).by_tensor()
+    tokens, pairs, layers = BATCH * LENGTH, 2 * BATCH * LENGTH, 2
+    tiles = (pairs + 8 * 63) // 64
+    slots = 64 * tiles
+    expected = {
+        "x": tokens * WIDTH,
+        "codes": slots * 2 * WIDTH,
+        "group_amax": 2 * slots * 2 * WIDTH // 128,
+        "weights": 2 * pairs,
+        "slots": 4 * pairs,
+        "tokens": 4 * slots,
+        "experts": 4 * tiles,
+        "bounds": 4 * 9,
+        "w1_amax": 4 * 8,
+        "w2_amax": 4 * 8,
+        "x_scale": 4,
+        "h_scale": 4,
+    }
+    assert {name: size for (op, name), size in saved.items() if op == "experts"} == {
+        name: layers * size for name, size in expected.items()
+    }
+    assert not [row for row in saved if row[0].endswith("mlp.experts")]  # by transformers
+
+
+@pytest.mark.parametrize("label", ["block 2 forward", "block 1 backward"])
+def test_one_weight_of_experts_is_there_in_fp8_at_a_time(label):
+    """Of one layer's two, and little else of so few tokens."""
+    width = 1024
+    config = LARGE_EXPERTS.changed(hidden_size=width, intermediate_size=width).config()
+    prediction = predict(config, 1, 16)
+    found = dict(zip([phase.label for phase in prediction.phases], prediction.by_phase, strict=True))[label]
+    assert found["workspace"] == pytest.approx(8 * 2 * width * width, rel=0.2)
+
+
 def test_experts_are_counted_with_all_their_weights():
     config = EXPERTS.config()
     attention, norms = 128 * (128 + 2 * 64 + 128), 2 * 128 + 128 + 64  # and those of q and k
@@ -123,10 +161,23 @@ def test_experts_are_counted_with_all_their_weights():
     assert predict(config, BATCH, LENGTH).parameters == 2 * layer + 128 + 2 * 320 * 128
 
 
-def test_eager_experts_are_refused_with_the_remedy():
-    config = EXPERTS.changed(experts_implementation="eager").config()
+@pytest.mark.parametrize(("shape", "recipe"), [(EXPERTS, Recipe()), (LARGE_EXPERTS, Recipe.bf16())])
+def test_eager_experts_in_bf16_are_refused_with_the_remedy(shape, recipe):
+    config = shape.changed(experts_implementation="eager").config()
     with pytest.raises(ValueError, match="grouped_mm"):
-        predict(config, BATCH, LENGTH)
+        predict(config, BATCH, LENGTH, Setup(recipe))
+
+
+def test_experts_in_fp8_need_no_implementation_of_transformers():
+    eager = LARGE_EXPERTS.changed(experts_implementation="eager").config()
+    found, expected = (predict(config, BATCH, LENGTH) for config in (eager, LARGE_EXPERTS.config()))
+    assert (found.components, found.phases) == (expected.components, expected.phases)
+
+    def loss_of(model, batch, sequence):
+        raise NotImplementedError("another op")
+
+    with pytest.raises(ValueError, match="another op"):
+        Predictor(eager, loss_of).predict(BATCH, LENGTH)
 
 
 # ---- models that see ------------------------------------------------------------------------------------------------
