@@ -291,26 +291,28 @@ def test_states_are_those_of_a_real_optimizer(moments, master, dtype):
 
 # ---- the whole step -------------------------------------------------------------------------------------------------
 
-# (name, whether the head is the embedding, setup)
+# (name, kind, whether the head is the embedding, setup)
 STEPS = (
-    ("default", False, Setup()),
-    ("tied", True, Setup()),
-    ("leanest", False, Setup(Recipe.leanest())),
-    ("logits", False, Setup(Recipe(head=None))),
-    ("accumulation", False, Setup(accumulation=2)),
-    ("released", False, Setup(release_gradients=True)),
-    ("tied, released", True, Setup(release_gradients=True)),
-    ("fp8 head, fp32 moments", False, Setup(Recipe(head="fp8"), moments="fp32", master="bf16+16")),
-    ("two blocks offloaded", False, Setup(Recipe(offload_blocks=2))),
-    ("all offloaded, released", False, Setup(Recipe(offload_blocks="all"), release_gradients=True)),
+    ("default", "llama", False, Setup()),
+    ("tied", "llama", True, Setup()),
+    ("leanest", "llama", False, Setup(Recipe.leanest())),
+    ("logits", "llama", False, Setup(Recipe(head=None))),
+    ("accumulation", "llama", False, Setup(accumulation=2)),
+    ("released", "llama", False, Setup(release_gradients=True)),
+    ("tied, released", "llama", True, Setup(release_gradients=True)),
+    ("fp8 head, fp32 moments", "llama", False, Setup(Recipe(head="fp8"), moments="fp32", master="bf16+16")),
+    ("two blocks offloaded", "llama", False, Setup(Recipe(offload_blocks=2))),
+    ("all offloaded, released", "llama", False, Setup(Recipe(offload_blocks="all"), release_gradients=True)),
+    ("experts", "mixtral", False, Setup()),
+    ("experts with biases, transposed", "gpt_oss", False, Setup(release_gradients=True)),
 )
 
 
-@pytest.mark.parametrize(("tied", "setup"), [step[1:] for step in STEPS], ids=[step[0] for step in STEPS])
-def test_every_phase_of_a_real_step(tied, setup):
+@pytest.mark.parametrize(("kind", "tied", "setup"), [step[1:] for step in STEPS], ids=[step[0] for step in STEPS])
+def test_every_phase_of_a_real_step(kind, tied, setup):
     """Peak and end of each phase of the second step, within what the scalars of a step take."""
     layers = 4 if setup.recipe.offload_blocks else 3  # the last two are not offloaded
-    model = make_model("llama", layers=layers, vocab_size=2048, tie_word_embeddings=tied)
+    model = make_model(kind, layers=layers, vocab_size=2048, tie_word_embeddings=tied)
     prediction = predict(model.config, BATCH, LENGTH, setup)
     overcoat.convert(model, setup.recipe)
     optimizer = overcoat.AdamW(model.parameters(), **setup.group)
