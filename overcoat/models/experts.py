@@ -101,6 +101,8 @@ def find_experts(module: Any) -> Optional[Experts]:
     parameters = weights_of(module)
     if parameters is None or any(each.dim() != 3 for each in parameters[:2]) or "forward" in vars(module):
         return None
+    if len({each.shape[0] for each in parameters if each is not None}) > 1:  # some compute nothing (LongCat)
+        return None
     if any(type(each) is not nn.Parameter or each.element_size() < 2 for each in parameters if each is not None):
         return None
     taken = [*inspect.signature(original_class(module).forward).parameters.values()][1:]

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
 import overcoat
 from overcoat import Recipe
 from overcoat.block.experts import Experts
 from overcoat.models import experts as module
 from overcoat.models.experts import Fp8Experts, convert_experts, find_experts, restore_experts
-from tests.sweep.tiny import tiny
+from tests.sweep.tiny import tiny, tiny_config
 
 FOUND = {
     "mixtral": Experts("silu"),
@@ -54,6 +55,14 @@ def test_others_are_left_alone(mixtral, change):
     assert find_experts(each) == FOUND["mixtral"]
     change(each)
     assert find_experts(each) is None
+
+
+def test_experts_that_compute_nothing_are_not_verified():
+    """LongCat's: 1 of 129, which few tokens visit."""
+    config = tiny_config("longcat_flash", n_routed_experts=128, zero_expert_num=1)[1]
+    assert find_experts(LongcatFlashExperts(config)) is None
+    config.zero_expert_num = 0
+    assert find_experts(LongcatFlashExperts(config)) == Experts("silu")
 
 
 def test_another_formula_is_not_verified(mixtral):
