@@ -407,6 +407,7 @@ class Fp8DecoderLayer(Mixin):
 
     def _own(self, family: Family, given: dict[str, Any]) -> Callable[[Modules, Tensor], Tensor]:
         """Return what runs a branch as it is, with the layer's arguments."""
+
         def run(modules: Modules, x: Tensor) -> Tensor:
             return as_they_are(modules, family, x, given, self.overcoat_arguments, self.overcoat_recipe)
 

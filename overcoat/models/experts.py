@@ -147,14 +147,16 @@ def _verified(module: Any, transposed: bool, gated: bool) -> Optional[Experts]:
         None if each is None else normal(*shape) for each, shape in zip(parameters, shapes, strict=True)
     ]
     small = Weights(*drawn)
-    # Large ones beside others, for limits.
-    x, chosen = normal(TOKENS, SMALL_H) * torch.tensor([1.0, 20.0]).repeat(TOKENS // 2)[:, None], min(2, count)
-    index = normal(TOKENS, count).topk(chosen).indices
-    weights = normal(TOKENS, chosen).abs()
+    # Large ones beside others, for limits; each expert is visited.
+    tokens, chosen = 2 * max(count, TOKENS // 2), min(2, count)
+    x = normal(tokens, SMALL_H) * torch.tensor([1.0, 20.0]).repeat_interleave(tokens // 2)[:, None]
+    scores = normal(tokens, count) + 99 * torch.eye(count).repeat(tokens // count + 1, 1)[:tokens]
+    index = scores.topk(chosen).indices
+    weights = normal(tokens, chosen).abs()
     expected = _run(module, small, (x, index, weights))
     if expected is None or expected.shape != x.shape:
         return None
-    halves = [slice(place, None, 2) for place in (0, 1)]
+    halves = (slice(tokens // 2), slice(tokens // 2, None))
     limits = [0.0, *dict.fromkeys(value for value in (_number(module, name) for name in LIMITS) if value)]
     choices = itertools.product(ACTIVATIONS, (False, True)[: 1 + gated], limits[::-1], (0.0, 1.0)[: 1 + gated])
     for activation, interleaved, limit, shift in choices:
