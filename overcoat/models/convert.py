@@ -363,7 +363,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
             own = "router and experts as they are" if not family.proposed else f"{type(owner).__name__} as it is"
             count = sum(isinstance(part, Fp8Linear) for part in owner.modules())
             if _is_mixture(owner):
-                own = "experts in FP8, the router"
+                in_blocks = " with one scale each" if recipe.linear_scaling == "block" else ""
+                own = f"experts in FP8{in_blocks}, the router"
             extras.append(f"{own}, {count} of its linear layers in FP8" if count else f"{own}, in the model's dtype")
             continue
         if not isinstance(mixer, Attention):
