@@ -99,11 +99,15 @@ def _seen(module: Any) -> tuple[Any, ...]:
 def find_experts(module: Any) -> Optional[Experts]:
     """Return what the experts of a module compute; None if it is none, or nothing was verified."""
     parameters = weights_of(module)
-    if parameters is None or any(each.dim() != 3 for each in parameters[:2]) or "forward" in vars(module):
+    if parameters is None or any(each.dim() != 3 for each in parameters[:2]):
+        return None
+    if {"forward", "_apply_gate"} & vars(module).keys():  # the latter is not asked by every implementation
         return None
     if len({each.shape[0] for each in parameters if each is not None}) > 1:  # some compute nothing (LongCat)
         return None
     if any(type(each) is not nn.Parameter or each.element_size() < 2 for each in parameters if each is not None):
+        return None
+    if any(True for _ in module.buffers()):  # numbers that may change
         return None
     taken = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
     if len(taken) != 3 or any(each.kind is not each.POSITIONAL_OR_KEYWORD for each in taken):
@@ -174,7 +178,8 @@ def _number(module: Any, name: str) -> Optional[float]:
 
 @torch.no_grad()
 def _run(module: Any, small: Weights, given: tuple[Tensor, ...]) -> Optional[Tensor]:
-    """Return the result of the module's own forward with other parameters; None if it cannot run with them."""
+    """Return the result of the module's own forward in training, with other parameters; None if it cannot run with
+    them."""
     cls = original_class(module)
     clone = cls.__new__(cls)
     vars(clone).update(vars(module))
@@ -182,6 +187,8 @@ def _run(module: Any, small: Weights, given: tuple[Tensor, ...]) -> Optional[Ten
     names = (first, SECOND, f"{first}_bias", f"{SECOND}_bias")
     clone._parameters = dict.fromkeys(module._parameters)
     clone._parameters.update({n: nn.Parameter(each) for n, each in zip(names, small, strict=True) if each is not None})
+    clone._modules = copy.deepcopy(module._modules)
+    clone.train()  # as in training: dropout and noise show
     if (config := getattr(module, "config", None)) is not None:
         clone.config = copy.copy(config)
         clone.config._experts_implementation = "eager"  # the definition; others need a GPU, or sizes
