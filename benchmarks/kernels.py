@@ -40,6 +40,7 @@ COLUMNS = (
     Column("of same size", "share_of_same_size", percent),
 )
 # Models of the shape asked for: configuration class, what differs, and the recipe.
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GELU = {"hidden_act": "gelu", "use_bias": True}
 SUBJECTS: dict[str, tuple[str, dict[str, Any], Recipe]] = {
     "": ("LlamaConfig", {}, Recipe()),
@@ -50,6 +51,8 @@ SUBJECTS: dict[str, tuple[str, dict[str, Any], Recipe]] = {
     "norms after": ("Olmo2Config", {}, Recipe()),
     "LayerNorm, GELU": ("Starcoder2Config", _GELU, Recipe()),
     "LayerNorm, GELU, blocks": ("Starcoder2Config", _GELU, Recipe(linear_scaling="block")),
+    "gates": ("Qwen3_5TextConfig", {"layer_types": ["full_attention"]}, Recipe()),
+    "experts": ("GptOssConfig", {**_EXPERTS, "attn_implementation": "eager"}, Recipe()),
 }
 # Bound by arithmetic, or PyTorch's own.
 LIBRARY = ("attention", "gemm", "hardware")
