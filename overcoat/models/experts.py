@@ -23,7 +23,7 @@ from overcoat.block.experts import Experts, Weights, experts_layer, plain_expert
 from overcoat.block.linear_layer import SharedInput
 from overcoat.block.reference import ACTIVATIONS
 from overcoat.models.family import Mixin, mixed, original_class
-from overcoat.models.fingerprint import why_mode
+from overcoat.models.fingerprint import HOOKS, VALUES, why_mode
 from overcoat.models.verify import LIMIT_DB, decibels, undisturbed
 from overcoat.recipe import Recipe
 
@@ -93,7 +93,24 @@ def _seen(module: Any) -> tuple[Any, ...]:
     kept.append(("_is_expert_parallel", values.get("_is_expert_parallel", False)))
     methods = [getattr(original_class(module), name, None) for name in ("forward", "_apply_gate")]
     functions = [values.get("act_fn"), module._modules.get("act_fn"), values.get("forward"), values.get("_apply_gate")]
-    return (*kept, *methods, *functions)
+    return (*kept, *methods, *functions, _implementation(module), *_seen_inside(module))
+
+
+def _seen_inside(module: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield what decides the results of the modules in an experts module, but for what makes its parameters (peft)."""
+    for name, child in module._modules.items():
+        for each in () if name == "parametrizations" or child is None else child.modules():
+            values = [(key, value) for key, value in vars(each).items() if not key.startswith("_")]
+            plain = [(key, value) for key, value in values if isinstance(value, VALUES) and key != "training"]
+            yield type(each), type(each).forward, *plain, *[len(getattr(each, hooks)) for hooks in HOOKS]
+
+
+def _implementation(module: Any) -> Any:
+    """Return the function that a configuration names for experts, if it is not transformers' own: or None."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    function = ALL_EXPERTS_FUNCTIONS.get(getattr(getattr(module, "config", None), "_experts_implementation", None))
+    return None if getattr(function, "__module__", "transformers.").startswith("transformers.") else function
 
 
 def find_experts(module: Any) -> Optional[Experts]:
@@ -112,7 +129,7 @@ def find_experts(module: Any) -> Optional[Experts]:
     taken = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
     if len(taken) != 3 or any(each.kind is not each.POSITIONAL_OR_KEYWORD for each in taken):
         return None
-    if getattr(module, "_is_expert_parallel", False):
+    if getattr(module, "_is_expert_parallel", False) or _implementation(module) is not None:
         return None
     sizes = parameters.w1.shape[1:] + parameters.w2.shape[1:]
     if min(sizes) < NARROW or any(size % MULTIPLE for size in sizes):

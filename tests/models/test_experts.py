@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
 import overcoat
@@ -117,6 +119,40 @@ def test_in_eval_they_are_their_own_and_a_change_is_told(mixtral, monkeypatch):
     convert_experts(model, Recipe(), True)
     each.eval()
     assert not torch.equal(each(x, index, weights), changed)
+
+
+def use_own(each):
+    each.config = copy.copy(each.config)
+    each.config._experts_implementation = "own"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda each: each.act_fn.register_forward_hook(lambda module, given, result: result * 2),
+        lambda each: setattr(each.act_fn, "forward", torch.tanh),
+        use_own,
+    ],
+)
+def test_changes_inside_them_and_other_implementations_are_told(mixtral, monkeypatch, change):
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "own", lambda module, x, index, weights: x * 3)
+    each = convert_experts(copy.deepcopy(mixtral), Recipe(), False).popitem()[1].train()
+    own = copy.deepcopy(experts_of(mixtral)[-1])
+    given = torch.randn(9, 256).bfloat16(), torch.tensor([[0, 2]] * 9), torch.full((9, 2), 0.5).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        each(*given)
+    change(each)
+    change(own)
+    with pytest.warns(UserWarning, match="has changed"):
+        assert torch.equal(each(*given), own(*given))
+
+
+def test_another_implementation_is_left_alone(mixtral, monkeypatch):
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "own", lambda module, x, index, weights: x * 3)
+    each = copy.deepcopy(experts_of(mixtral)[0])
+    use_own(each)
+    assert find_experts(each) is None
 
 
 def test_small_ones_are_left_alone(mixtral, monkeypatch):
