@@ -33,7 +33,7 @@ def test_the_support_matrix_is_what_convert_says() -> None:
     variables["supported_layers"] = lambda: {"LlamaDecoderLayer", "MixtralDecoderLayer", "Qwen3VLTextDecoderLayer"}
     table = support_matrix()
     assert "| Llama | `llama` | `LlamaDecoderLayer` | all | 5.8 U | yes |" in table
-    assert "| Mixtral | `mixtral` | `MixtralDecoderLayer` | all but router and experts | 3.0 U | yes |" in table
+    assert "| Mixtral | `mixtral` | `MixtralDecoderLayer` | all but the router | 3.0 U | yes |" in table
     assert "| Qwen3VL | `qwen3_vl` | `Qwen3VLTextDecoderLayer` | all | 5.8 U | yes |" in table
     rows, others = table.split("Found by their structure: ")
     # HunYuan looks like Llama, and norms q and k after the rotation.
