@@ -48,8 +48,8 @@ def layer_of(family: Family, sample: str) -> Any:
 
 
 def kept_units(family: Family, sample: str, recipe: Optional[Recipe] = None) -> float:
-    """U that a layer keeps under a recipe; of a mixture of experts without what its experts keep, which are left as
-    they are."""
+    """U that a layer keeps under a recipe; of a mixture of experts without what its router and experts keep, which
+    run beside the block."""
     layer, recipe = layer_of(family, sample), recipe or Recipe()
     branches = family.branches(layer, 1)
     heads = next(modules.mixer.heads for modules in branches if isinstance(modules.mixer, Attention))
