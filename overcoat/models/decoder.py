@@ -172,7 +172,7 @@ def plain_mlp(
 
 
 def as_it_is(module: Any, *, pre: Any) -> Modules:
-    """The branch of a module that runs by itself, in the model's dtype, behind its norm: experts and their router."""
+    """The branch of a module that runs by itself behind its norm: a router and its experts."""
     return Modules(None, module, (), None, (), pre)
 
 

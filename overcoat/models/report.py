@@ -20,7 +20,7 @@ GONE = "gone: whatever has its place since is not converted; convert the model a
 class LayerReport(NamedTuple):
     """Treatment of one decoder layer or the head; `detail`: the treatment, or the reason why no block stands in for it.
     linears: how many of its linear layers compute in FP8 by themselves. own: modules beside the block that run as they
-    are: a mixer that nothing was verified for, experts."""
+    are: a mixer that nothing was verified for, experts that are not in FP8."""
 
     name: str
     kind: str

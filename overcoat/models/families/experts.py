@@ -1,4 +1,4 @@
-"""Llama whose MLP is a router and experts; these run as they are."""
+"""Llama whose MLP is a router and experts, which run beside the block (overcoat/models/experts.py)."""
 
 from __future__ import annotations
 
