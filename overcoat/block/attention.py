@@ -36,6 +36,7 @@ from overcoat.block.linear import (
     rebuild_input_t,
 )
 from overcoat.block.spec import Branch, ForwardScales, Linear, Tables, padded
+from overcoat.formats.bits import from_bits, to_bits
 from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.blockwise import BLOCK
@@ -242,18 +243,6 @@ def attention_forward(
     o, _ = attend(rotated, rotary, heads, observed=True)
     bound = bound if rotary.sinks is None else amax(o)
     return o, bound, AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
-
-
-def to_bits(flags: Tensor) -> Tensor:
-    """Pack bool (T, N), N a multiple of 8, into uint8 (T, N / 8)."""
-    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (flags.unflatten(1, (-1, 8)).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
-
-
-def from_bits(bits: Tensor) -> Tensor:
-    """Unpack what `to_bits` packed."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return ((bits.unsqueeze(2) >> places) & 1).bool().flatten(1)
 
 
 def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ float8      FP8 with one scale per tensor or block: GEMM operands
 groups      8-bit codes of 1xG groups: tensors saved for the backward; bf12: 12-bit codes of q and k
 moments     codes of AdamW's moments; their parts: de8, log8, expansion
 masters     master weights with more bits than BF16
+bits        eight flags in a byte
 """
 
 from overcoat.formats.float8 import (

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import E4M3, FLOAT8, decode_float8, quantize_tensor
+from overcoat.formats.bits import from_bits, to_bits
 from overcoat.kernels.activation import activation_of, decoded, load_operands
 from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import (
@@ -178,7 +179,7 @@ def limit_(
     known, bits = (tokens >= 0)[:, None], z.new_empty(0, dtype=torch.uint8)
     if limit:
         cut = (x > limit) | (torch.arange(z.shape[1], device=z.device) >= half) & (x < -limit)
-        bits = _to_bits(cut & known)
+        bits = to_bits(cut & known)
         x = torch.cat((x[:, :half].clamp(max=limit), x[:, half:].clamp(-limit, limit)), 1)
     x = torch.cat((x[:, :half], x[:, half:] + shift), 1)
     z.copy_(torch.where(known, x, 0.0))
@@ -188,11 +189,6 @@ def limit_(
 @limit_.fake
 def _(z, bias, experts, tokens, gated, limit, shift):
     return z.new_empty((z.shape[0], z.shape[1] // 8) if limit else (0,), dtype=torch.uint8)
-
-
-def _to_bits(flags: Tensor) -> Tensor:
-    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (flags.unflatten(1, (-1, 8)).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
 
 
 @triton.jit
@@ -254,8 +250,7 @@ def _(z, bias, experts, tokens, gated, limit, shift):
 @op(mutates=("dz",))
 def mask_(dz: Tensor, bits: Tensor) -> None:
     """Set dz (S, N) to zero, in place, where `limit_` has cut; bits: (S, N / 8) uint8."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    dz.masked_fill_(((bits.unsqueeze(2) >> places) & 1).bool().flatten(1), 0.0)
+    dz.masked_fill_(from_bits(bits), 0.0)
 
 
 @mask_.fake
