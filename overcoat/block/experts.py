@@ -235,7 +235,7 @@ def experts_layer(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Weights, how: Experts, recipe: Recipe,
     shared: Optional[SharedInput] = None,
 ) -> Tensor:  # fmt: skip
-    """Return the experts' result (T, H) of x (T, H) in FP8, in x's dtype or autocast's.
+    """Return the experts' result (T, H) of x (T, H) in FP8, in x's dtype; under autocast computed in autocast's.
 
     Args:
         index: (T, k) int64, each token's experts, from 0 to E - 1. weights: (T, k), the router's.
@@ -246,4 +246,5 @@ def experts_layer(
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     operand = quantized_input(x, shared, recipe, parameters.w1.requires_grad)
-    return _ExpertsFunction.apply(x, *parameters, weights, index, operand, dtype, how, recipe)
+    result: Tensor = _ExpertsFunction.apply(x, *parameters, weights, index, operand, dtype, how, recipe)
+    return result.to(x.dtype)

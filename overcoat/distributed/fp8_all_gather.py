@@ -32,19 +32,26 @@ from torch.utils.hooks import RemovableHandle
 from overcoat.distributed.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks, UnshardedParam
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
+from overcoat.models.experts import Fp8Experts
 from overcoat.models.family import Modules
 from overcoat.models.lora import base_of
 
 
 @dataclass
 class GatherReport:
-    """The result of `fp8_all_gather`: names of the weights gathered in FP8, and why others of the layers are not."""
+    """The result of `fp8_all_gather`: names of the weights gathered in FP8, and why others of the layers are not.
+
+    experts: in how many modules experts compute in FP8, whose weights are gathered in their own dtype.
+    """
 
     fp8: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
+    experts: int = 0
 
     def __str__(self) -> str:
         lines = [f"{name} travels in its own dtype: {reason}" for name, reason in self.left_alone.items()]
+        if self.experts:
+            lines.append(f"experts of {self.experts} layers travel in their own dtype")
         return "\n".join([*lines, f"{len(self.fp8)} weights travel in FP8"])
 
 
@@ -74,6 +81,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         before.remove()
     report, stacks = GatherReport(), dict[tuple[str, Any, Any], list[list[ShardedWeight]]]()
     for path, layer in model.named_modules():
+        report.experts += isinstance(layer, Fp8Experts)
         if not isinstance(layer, Fp8DecoderLayer):
             continue
         names = {module: f"{path}.{name}.weight".removeprefix(".") for name, module in layer.named_modules()}

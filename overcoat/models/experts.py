@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -32,6 +34,22 @@ LIMITS = ("limit", "swiglu_limit", "clamp_limit")
 # Of an expert's weights, as of linear layers (linear_layers.py).
 NARROW, MULTIPLE = 256, 16
 SMALL_H, SMALL_I, TOKENS = 32, 24, 24
+CHANGED = "a number or function of theirs has changed"
+
+
+_converted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@torch.compiler.assume_constant_result
+def _stop_changed() -> int:
+    """Let experts that have changed since `convert` run their own forward from now on, and say so: once, when code is
+    being compiled, which could not compare them."""
+    on = [each for each in list(_converted) if isinstance(each, Fp8Experts) and each.overcoat_recipe is not None]
+    changed = [each for each in on if _seen(each) != each.overcoat_seen]
+    for each in changed:
+        each.overcoat_recipe = None
+        warnings.warn(f"experts train in their original precision: {CHANGED}", stacklevel=2)
+    return len(changed)
 
 
 class Fp8Experts(Mixin):
@@ -45,6 +63,8 @@ class Fp8Experts(Mixin):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states (T, H), indices (T, k) and weights (T, k) of each token's experts -> (T, H)."""
+        if torch.compiler.is_compiling():
+            _stop_changed()
         is_on = (self.training or self.overcoat_eval) and hidden_states.numel() > 0
         if self.overcoat_recipe is None or not is_on:
             return self._own(hidden_states, *args, **kwargs)
@@ -70,7 +90,7 @@ def _why_own(module: Any, parameters: Weights, x: Tensor, args: Any, kwargs: Any
         return "their weights are sharded during the forward"
     if torch.compiler.is_compiling():
         return None
-    return "a number or function of theirs has changed" if _seen(module) != module.overcoat_seen else why_mode()
+    return CHANGED if _seen(module) != module.overcoat_seen else why_mode()
 
 
 def weights_of(module: Any) -> Optional[Weights]:
@@ -190,7 +210,7 @@ def _verified(module: Any, transposed: bool, gated: bool) -> Optional[Experts]:
 
 def _number(module: Any, name: str) -> Optional[float]:
     values = [getattr(owner, name, None) for owner in (module, getattr(module, "config", None))]
-    return next((float(each) for each in values if isinstance(each, (int, float))), None)
+    return next((float(each) for each in values if isinstance(each, (int, float)) and math.isfinite(each)), None)
 
 
 @torch.no_grad()
@@ -230,6 +250,7 @@ def convert_experts(
             overcoat_recipe=recipe, overcoat_how=how, overcoat_shared=shared or SharedInput(), overcoat_seen=seen,
             overcoat_eval=eval_fp8,
         )  # fmt: skip
+        _converted.add(module)
         converted[name] = module
     return converted
 

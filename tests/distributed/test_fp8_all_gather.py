@@ -51,7 +51,11 @@ CASES: dict[str, tuple[str, Recipe, dict[str, Any]]] = {
         {"hidden_size": 384, "intermediate_size": 640, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
     "transposed": ("gpt2", Recipe(offload_blocks="all"), {}),
-    "experts": ("olmoe", Recipe(), {"num_experts": 3, "intermediate_size": 208, "num_key_value_heads": 1}),
+    "experts": (
+        "olmoe",
+        Recipe(),
+        {"hidden_size": 256, "num_experts": 3, "intermediate_size": 256, "num_key_value_heads": 1},
+    ),
 }
 
 
@@ -68,6 +72,7 @@ def make(case: str, fp8: bool, device: str = "cpu", mesh: Any = None, wide: bool
     fully_shard(model, mesh=mesh, **options)
     if fp8:
         report = overcoat.fp8_all_gather(model)
+        assert report.experts == 2 * (case == "experts")
         assert not report.left_alone, report
         assert len(report.fp8) == len(matrices(model))
     return model, overcoat.AdamW(model.parameters(), lr=1e-2)

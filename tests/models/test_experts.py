@@ -155,6 +155,27 @@ def test_another_implementation_is_left_alone(mixtral, monkeypatch):
     assert find_experts(each) is None
 
 
+def test_what_changed_before_code_is_compiled_is_told(mixtral):
+    model = copy.deepcopy(mixtral).train()
+    each, *_ = convert_experts(model, Recipe(), False).values()
+    x, index, weights = torch.randn(9, 256).bfloat16(), torch.tensor([[0, 2]] * 9), torch.ones(9, 2).bfloat16()
+    compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, index, weights), each(x, index, weights))
+    torch._dynamo.reset()
+    each.act_fn = ACT2FN["gelu"]
+    each.config._experts_implementation = "grouped_mm"  # eager's loop has as many turns as data say
+    with pytest.warns(UserWarning, match="original precision"):
+        found = torch.compile(each, backend="aot_eager", fullgraph=True)(x, index, weights)
+    restore_experts(model)
+    assert torch.equal(found, each(x, index, weights))
+
+
+def test_a_limit_without_end_is_none(mixtral):
+    each = copy.deepcopy(experts_of(mixtral)[0])
+    each.limit = float("inf")
+    assert find_experts(each) == FOUND["mixtral"]
+
+
 def test_small_ones_are_left_alone(mixtral, monkeypatch):
     monkeypatch.setattr(module, "NARROW", 4096)
     assert find_experts(experts_of(mixtral)[0]) is None
