@@ -149,8 +149,10 @@ def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = T
         inputs = {**inputs, "attention_mask": nothing_hidden(inputs["attention_mask"].device)}  # as our head says it
 
     def call(x: Tensor) -> Tensor:
+        # Gemma 4's layers leave k and v in a dictionary, which would keep one call's graph alive through the next.
+        fresh = {name: dict(each) if type(each) is dict else each for name, each in inputs.items()}
         with context():
-            return layer(x, **inputs)
+            return layer(x, **fresh)
 
     def gradients() -> dict[str, Tensor]:
         return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}

@@ -89,7 +89,8 @@ def build_block(shape: BlockShape, dtype: torch.dtype, device: str, seed: int = 
     names = [*inspect.signature(layer.forward).parameters][1:]
 
     def note(_layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        inputs.update(zip(names, given[1:], strict=False), **named)
+        caught = dict(zip(names, given[1:], strict=False), **named)
+        inputs.update({name: dict(each) if type(each) is dict else each for name, each in caught.items()})
 
     handle = layer.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
