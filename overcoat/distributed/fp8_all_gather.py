@@ -142,7 +142,8 @@ class Gather:
         for group in self.reshards:
             group.post_forward_mesh_info = None
         self.handles = list[RemovableHandle]()
-        for module in modules if stay else ():  # not only the model: trainers also call modules inside it
+        self.modules = modules if stay else []
+        for module in self.modules:  # not only the model: trainers also call modules inside it
             self.handles.append(module.register_forward_pre_hook(_reshard_idle, prepend=True))
             self.handles.append(module.register_forward_hook(_reshard_without_backward))
         for held in self.held:
@@ -163,6 +164,8 @@ class Gather:
         """Let FSDP2 gather as before."""
         for handle in self.handles:
             handle.remove()
+        for module in self.modules:
+            _reshard(module)
         for group, mesh_info in self.reshards.items():
             group.post_forward_mesh_info = mesh_info
         for held in self.held:

@@ -15,8 +15,8 @@ than one, whatever the recipe. A figure that grows from evaluation to evaluation
 or a clip of the logits.
 
 Ranges: the operands as the products read them, each (stacked) linear layer's input, weight and output gradient. A scale
-is found just in time: a few saturated codes are normal; many mean clipping. Zeros are values that underflowed, and
-values that were zero before: rows without labels, the negative half of a ReLU.
+is found just in time: a few saturated codes are normal; many mean clipping. Zeros are values that underflowed; rows
+that are zero from end to end (gradients of tokens without labels) are left out, the negative half of a ReLU is not.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _by_size(value: float) -> float:
 
 
 class Range(NamedTuple):
-    """Shares of codes that are the largest number, and zero; the largest value that the scale (the largest of the
-    scales) lets the format hold."""
+    """Shares of codes that are the largest number, and zero, in rows that are not zero from end to end; the largest
+    value that the scale (the largest of the scales) lets the format hold."""
 
     saturated: float
     zero: float
@@ -113,20 +113,23 @@ class Ranges(Recorded):
         """An operand of the product with these weights."""
         known = [self._weights[id(weight)] for weight in weights if id(weight) in self._weights]
         if known:
-            counts = torch.zeros(2, dtype=torch.int64, device=codes.device)
-            for part in codes.view(torch.uint8).flatten().split(CHUNK):
+            counts = torch.zeros(3, dtype=torch.int64, device=codes.device)
+            for part in codes.view(torch.uint8).flatten(0, -2).split(max(1, CHUNK // codes.shape[-1])):
                 part = part & 0x7F
-                counts += torch.stack(((part == TOPS[codes.dtype]).sum(), (part == 0).sum()))
+                zero = (part == 0).sum(1)
+                used = zero < part.shape[1]
+                counts += torch.stack(((part == TOPS[codes.dtype]).sum(), (zero * used).sum(), used.sum()))
             limit = scale.detach().amax() * torch.finfo(codes.dtype).max
             found = torch.cat((counts.double(), limit.double()[None]))
-            self._seen.append((known[0][0], " ".join(name for _, name in known), kind, codes.numel(), found))
+            self._seen.append((known[0][0], " ".join(name for _, name in known), kind, codes.shape[-1], found))
 
     @property
     def by_layer(self) -> dict[str, dict[str, dict[str, Range]]]:
         """By layer, names of the stacked linear layers, and operand: "input", "weight", "gradient"."""
         found: dict[str, dict[str, dict[str, Range]]] = {}
         values = torch.stack([each[-1] for each in self._seen]).tolist() if self._seen else []
-        for (layer, product, kind, size, _), (top, zero, limit) in zip(self._seen, values, strict=True):
+        for (layer, product, kind, columns, _), (top, zero, rows, limit) in zip(self._seen, values, strict=True):
+            size = max(1, rows * columns)
             found.setdefault(layer, {}).setdefault(product, {})[kind] = Range(top / size, zero / size, limit)
         return found
 

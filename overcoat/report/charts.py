@@ -60,7 +60,7 @@ def short(value: float, most: float) -> str:
 
 def chart(
     title: str, unit: str, series: Iterable[Series], *, x_name: str = "step", log: bool = False, zero: bool = False,
-    labels: list[str] | None = None, note: str = "", settles: bool = False,
+    labels: list[str] | None = None, note: str = "", settles: bool = False, top: float = 0.0,
 ) -> str:  # fmt: skip
     """Return a chart of the finite points, or "" if no series has one.
 
@@ -69,6 +69,7 @@ def chart(
         zero: the axis begins at 0.
         settles: the first twentieth of a long line does not widen the axis, and may be outside it.
         labels: names of a step's phases, at x = 0, 1, ...; the axis shows their kinds.
+        top: the axis reaches at least this value, as that of the chart beside it.
     """
     known = [one._replace(points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
     drawn = [one._replace(look="dots") if len(one.points) == 1 else one for one in known if one.points]
@@ -76,7 +77,7 @@ def chart(
     values = [y for one in faint for _, y in one.points[_left_out(one, settles) :] if y > 0 or not log]
     if not values:
         return ""
-    low, high = (0.0 if zero else min(values)), max(values)
+    low, high = (0.0 if zero else min(values)), max(*values, top)
     log = log and low > 0 and high / low >= 5
     if log:
         low, high = low / 1.15, high * 1.15
@@ -102,10 +103,11 @@ def chart(
     paths = "".join(_path(one, across, up) for one in drawn)
     text = "".join(f'<i class="y" style="top:{100 * (1 - up(y)):.2f}%">{short(y, high)}</i>' for y in rows)
     text += "".join(f'<i class="x" style="left:{100 * across(x):.2f}%">{short(x, right)}</i>' for x in columns)
-    for kind, group in itertools.groupby(range(len(labels or [])), lambda place: kind_of((labels or [])[place])):
+    kinds = itertools.groupby(range(len(labels or [])), lambda place: kind_of((labels or [])[place]))
+    for number, (kind, group) in enumerate(kinds):  # every second one lies lower: narrow phases' would overlap
         places = list(group)
         where = "right:0" if places[-1] + 1 == right else f"left:{100 * across((places[0] + places[-1] + 1) / 2):.2f}%"
-        text += f'<i class="x" style="{where}">{kind}</i>'
+        text += f'<i class="x{" low" * (number % 2)}" style="{where}">{kind}</i>'
     shown = [one for one in drawn if one.look != "faint"]
     data = []
     for one in shown:

@@ -56,9 +56,9 @@ def page(runs: list[Run]) -> str:
     today = datetime.date.today().isoformat()
     parts = [
         f"<h1>{escape(title)}</h1><p class=soft>Overcoat {VERSION}, {today}</p>",
-        f'<div class="card scroll" style="margin-top:14px">{figures(runs)}</div>',
+        f'<div class="card scroll{" summary" * (len(runs) < 3)}" style="margin-top:14px">{figures(runs)}</div>',
         f"<h2>Training</h2><div class=grid>{''.join(training(runs))}</div>",
-        f"<h2>Memory over a step</h2><div class=grid>{''.join(map(memory, runs, range(len(runs))))}</div>",
+        f"<h2>Memory over a step</h2><div class=grid>{''.join(memories(runs))}</div>",
     ]
     if any(run.metrics["fp8"] for run in runs):
         parts.append("<h2>FP8 ranges</h2>" + "".join(ranges(run) for run in runs if run.metrics["fp8"]))
@@ -122,7 +122,31 @@ def _tasks(run: Run) -> dict[str, Points]:
     return found
 
 
+def _model(run: Run) -> str:
+    model = run.config.model
+    return str(model.name or model.config.get("model_type", ""))
+
+
+def _data(run: Run) -> str:
+    data = run.config.data
+    return ", ".join([*data.files, *([data.dataset] if data.dataset else [])])
+
+
+def _hours(run: Run) -> str:
+    """Return the time that training took, from tokens and speed of each logged step: of resumed runs all parts."""
+    seconds, before = 0.0, 0
+    for row in _rows(run):
+        total = run.tokens(row["step"])
+        seconds += (total - before) / max(row["tokens_per_second"], 1e-9)
+        before = total
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
 FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
+    ("model", _model),
+    ("data", _data),
+    ("device", lambda run: run.result["device"]),
+    ("time of training steps", _hours),
     ("recipe", lambda run: run.config.recipe.name),
     ("steps", lambda run: f"{_rows(run)[-1]['step']:,} of {run.config.train.steps:,}"),
     ("tokens", lambda run: f"{run.tokens(_rows(run)[-1]['step']) / 1e6:,.2f} M"),
@@ -137,7 +161,6 @@ FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ("kept for the backward", lambda run: shown_bytes(run.result["kept_bytes"])),
     ("optimizer state", lambda run: shown_bytes(run.result["optimizer_bytes"])),
     ("skipped steps", lambda run: len(_skipped(run))),
-    ("device", lambda run: run.result["device"]),
 )
 
 # ---- charts ---------------------------------------------------------------------------------------------------------
@@ -173,6 +196,7 @@ def training(runs: list[Run]) -> Iterator[str]:
     losses = smoothed("loss") + extra("held out", lambda run: points(run, "eval", "loss"))
     norms += extra("skipped", lambda run: [(place_of(run, step), top) for step in _skipped(run)])
     yield chart("Loss", "nats per token, running mean", losses, x_name=x_name, settles=True)
+    yield chart("Loss difference", f"to {runs[0].name}, running mean", differences(runs, place_of), x_name=x_name)
     yield chart("Tokens per second", "", lines("tokens_per_second"), x_name=x_name, zero=True)
     yield chart("Gradient norm", "before clipping, running mean", norms, x_name=x_name, log=True)
     yield chart("Learning rate", "", lines("lr"), x_name=x_name, zero=True)
@@ -183,8 +207,25 @@ def training(runs: list[Run]) -> Iterator[str]:
         yield chart(task, "BF16", lines(task, "tasks"), x_name=x_name)
 
 
-def memory(run: Run, place: int) -> str:
-    """Chart a step's memory by phase: estimated components, and the measured peaks if memory.report was on."""
+def differences(runs: list[Run], place_of: Callable[[Run, int], float]) -> Iterator[Series]:
+    """Yield the training loss of each run but the first minus the first's, at the steps that both have logged."""
+    first, *others = ({step: row["loss"] for step, row in run.metrics["train"].items()} for run in runs)
+    for place, (run, losses) in enumerate(zip(runs[1:], others, strict=True), 1):
+        gaps = {step: loss - first[step] for step, loss in losses.items() if None not in (loss, first.get(step))}
+        means = running_mean([*gaps.values()], max(1, len(gaps) // 20))
+        yield Series(run.name, _color(place), [(place_of(run, step), y) for step, y in zip(gaps, means, strict=True)])
+
+
+def memories(runs: list[Run]) -> Iterator[str]:
+    """Yield the runs' charts of memory, whose axes are one."""
+    peaks = [run.prediction.peak_bytes for run in runs if not isinstance(run.prediction, str)]
+    peaks += [phase["peak"] for run in runs for phase in run.memory.get("measured", [])]
+    return (memory(run, max(peaks, default=0)) for run in runs)
+
+
+def memory(run: Run, top: float) -> str:
+    """Chart a step's memory by phase: estimated components, and the measured peaks if memory.report was on. top: bytes
+    that the axis reaches."""
     prediction, measured = run.prediction, run.memory.get("measured", [])
     if isinstance(prediction, str):
         why = f"No estimate: {escape(prediction)}."
@@ -193,7 +234,7 @@ def memory(run: Run, place: int) -> str:
     on_cpu = run.result.get("device") == "CPU"
     names = [name for name in prediction.by_phase[0] if any(each[name] for each in prediction.by_phase)]
     absent = prediction.handle_bytes if on_cpu else 0  # cuBLAS' workspaces
-    size, unit = (2**30, "GiB") if prediction.peak_bytes >= 2**30 else (2**20, "MiB")
+    size, unit = (2**30, "GiB") if top >= 2**30 else (2**20, "MiB")
     sums, series = [0.0] * len(labels), []
     for number, name in enumerate(names):
         for index, each in enumerate(prediction.by_phase):
@@ -213,7 +254,7 @@ def memory(run: Run, place: int) -> str:
     if on_cpu:
         note += " On a CPU there is no cuBLAS workspace."
     title = f"{run.name}: {prediction.batch} x {prediction.sequence} tokens in a forward pass"
-    return chart(title, unit, series, x_name="phase", zero=True, labels=labels, note=note)
+    return chart(title, unit, series, x_name="phase", zero=True, labels=labels, note=note, top=top / size)
 
 
 # ---- FP8 ranges -----------------------------------------------------------------------------------------------------
@@ -230,10 +271,15 @@ def ranges(run: Run) -> str:
         for number, title in ((1, "Zero"), (0, "At the largest code"))
     )
     note = (
-        f"{escape(run.name)}, step {step:,}: share of codes that are zero, in each layer's GEMMs. "
-        "Zeros have underflowed or were zero before. Hover over a cell for more."
+        f"{escape(run.name)}, step {step:,}: share of codes that are zero in each layer's GEMMs, red from 1%: values "
+        "that underflowed. Rows of zeros alone (tokens without labels) are left out. Hover over a cell for more."
     )
     return f"<p class=soft>{note}</p><div class=panels>{panels}</div><div class=grid>{charts}</div>"
+
+
+def _redness(zero: float) -> float:
+    """Return how red a share of underflowed codes is, in percent: below 1% not at all."""
+    return 80 * min(1.0, zero / 0.5) ** 0.5 if zero >= 0.01 else 0.0
 
 
 def _heat(layers: dict[str, Any], products: list[str], operand: str) -> str:
@@ -247,9 +293,7 @@ def _heat(layers: dict[str, Any], products: list[str], operand: str) -> str:
                 continue
             saturated, zero, limit = found[product][operand]
             tip = f"{layer} {product}: {zero:.3%} zero, {saturated:.3%} at the largest code, range ±{limit:.3g}"
-            cells.append(
-                f'<td style="--v:{80 * min(1.0, zero / 0.5) ** 0.5:.0f}" title="{escape(tip)}">{zero:.1%}</td>'
-            )
+            cells.append(f'<td style="--v:{_redness(zero):.0f}" title="{escape(tip)}">{zero:.1%}</td>')
         name = next((part for part in reversed(layer.split(".")) if part.isdigit()), layer)
         rows.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
     table = f"<table><thead><tr><th>layer</th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
