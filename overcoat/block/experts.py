@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.block.linear import FAST_WGRAD_TOKENS
+from overcoat.block.linear import FAST_WGRAD_TOKENS, GatheredWeight
 from overcoat.block.linear_layer import Operand, SharedInput, quantized_input
 from overcoat.block.reference import ACTIVATIONS
 from overcoat.kernels.activation import (
@@ -44,6 +44,7 @@ from overcoat.kernels.experts import (
     limit_,
     mask_,
     quantize_experts,
+    transpose_experts,
 )
 from overcoat.kernels.grouped import Routing, grouped_gemm, grouped_wgrad, route, tile_rows
 from overcoat.kernels.op import check_no_transforms, first_order
@@ -80,8 +81,12 @@ class Experts(NamedTuple):
         """Return the second weight as (E, H, I)."""
         return w.transpose(1, 2) if self.transposed else w
 
-    def operand(self, w: Tensor, amax: Tensor, is_first: bool, for_dgrad: bool) -> tuple[Tensor, Tensor]:
-        """Return what `first` or `second` returns as E4M3 operand of the forward, or transposed for dgrad; scales."""
+    def operand(self, w: Tensor, amax: Optional[Tensor], is_first: bool, for_dgrad: bool) -> tuple[Tensor, Tensor]:
+        """Return what `first` or `second` returns as E4M3 operand of the forward, or transposed for dgrad; scales.
+        amax: from `_amax`."""
+        w = _held(w)
+        if amax is None:
+            return transpose_experts(w.held) if for_dgrad else w.held, w.scale  # type: ignore[attr-defined]
         if self.transposed:
             return quantize_experts(w, amax, not for_dgrad, is_first and self.interleaved)
         return quantize_experts(self.first(w) if is_first else w, amax, for_dgrad)
@@ -95,6 +100,17 @@ class Weights(NamedTuple):
     w2: Tensor
     b1: Optional[Tensor] = None
     b2: Optional[Tensor] = None
+
+
+def _held(w: Tensor) -> Tensor:
+    """Return a weight that FSDP2 has gathered in 16 bits as a plain tensor; any other as it is."""
+    return w.held if isinstance(w, GatheredWeight) and w.scale is None else w
+
+
+def _amax(w: Tensor) -> Optional[Tensor]:
+    """Return max |w| of each expert, (E,) FP32; None if the weights were gathered in FP8, with their scales."""
+    w = _held(w)
+    return None if isinstance(w, GatheredWeight) else expert_amax(w)
 
 
 def plain_experts(x: Tensor, index: Tensor, weights: Tensor, parameters: Weights, how: Experts) -> Tensor:
@@ -128,7 +144,7 @@ class _ExpertsFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         experts = w1.shape[0]
         routing = Routing(*route(index, experts, tile_rows(index.numel(), experts)))
-        w1_amax, w2_amax, wide = expert_amax(w1), expert_amax(w2), weights.float()
+        w1_amax, w2_amax, wide = _amax(w1), _amax(w2), weights.float()
         w8, scale = how.operand(w1, w1_amax, True, False)
         z = grouped_gemm(operand.codes, routing.tokens, w8, routing.experts, operand.scale, scale, dtype)
         clipped = None

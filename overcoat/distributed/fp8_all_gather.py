@@ -29,7 +29,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from overcoat.distributed.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks, UnshardedParam
+from overcoat.distributed.sharded_weight import (
+    CutBlocks,
+    Maxima,
+    ShardedExperts,
+    ShardedWeight,
+    Stacks,
+    UnshardedParam,
+)
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
 from overcoat.models.experts import Fp8Experts
@@ -39,19 +46,13 @@ from overcoat.models.lora import base_of
 
 @dataclass
 class GatherReport:
-    """The result of `fp8_all_gather`: names of the weights gathered in FP8, and why others of the layers are not.
-
-    experts: in how many modules experts compute in FP8, whose weights are gathered in their own dtype.
-    """
+    """The result of `fp8_all_gather`: names of the weights gathered in FP8, and why others of the layers are not."""
 
     fp8: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
-    experts: int = 0
 
     def __str__(self) -> str:
         lines = [f"{name} travels in its own dtype: {reason}" for name, reason in self.left_alone.items()]
-        if self.experts:
-            lines.append(f"experts of {self.experts} layers travel in their own dtype")
         return "\n".join([*lines, f"{len(self.fp8)} weights travel in FP8"])
 
 
@@ -80,8 +81,16 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     if (before := vars(model).pop(GATHER, None)) is not None:
         before.remove()
     report, stacks = GatherReport(), dict[tuple[str, Any, Any], list[list[ShardedWeight]]]()
+    experts: list[ShardedExperts] = []
     for path, layer in model.named_modules():
-        report.experts += isinstance(layer, Fp8Experts)
+        if isinstance(layer, Fp8Experts):
+            for part in layer.weight_names:
+                name, why = f"{path}.{part}", _why_not_experts(layer, _shards(params, layer, part))
+                if why is not None:
+                    report.left_alone[name] = why
+                    continue
+                experts.append(ShardedExperts(name, *params[id(layer), part], layer, layer))
+                report.fp8.append(name)
         if not isinstance(layer, Fp8DecoderLayer):
             continue
         names = {module: f"{path}.{name}.weight".removeprefix(".") for name, module in layer.named_modules()}
@@ -101,13 +110,14 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     if not report.fp8:
         reasons = "; ".join(dict.fromkeys(report.left_alone.values())) or "no layer trains in FP8: overcoat.convert it"
         raise ValueError(f"no weight of {type(model).__name__} can be gathered in FP8: {reasons}")
-    in_fp8 = {id(weight.param) for of in stacks.values() for stack in of for weight in stack}
+    in_fp8 = {id(weight.param) for weight in experts}
+    in_fp8 |= {id(weight.param) for of in stacks.values() for stack in of for weight in stack}
     others = [
         held
         for param, group in params.values()
         if id(param) not in in_fp8 and (held := UnshardedParam(param, group)).is_alone
     ]
-    vars(model)[GATHER] = gather = Gather(stacks, others, modules)
+    vars(model)[GATHER] = gather = Gather(stacks, experts, others, modules)
     gather.handles += [
         model.register_forward_pre_hook(gather.before_forward, prepend=True),
         _watch_steps(gather),
@@ -124,10 +134,11 @@ class Gather:
     def __init__(
         self,
         stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]],
+        experts: list[ShardedExperts],
         others: list[UnshardedParam],
         modules: list[Any],
     ) -> None:
-        self.maxima, self.weights = list[Maxima](), list[ShardedWeight]()
+        self.maxima, self.weights = list[Maxima](), list[ShardedWeight](experts)
         for (scaling, *_), of in stacks.items():
             weights = [weight for stack in of for weight in stack]
             self.weights += weights
@@ -246,8 +257,10 @@ def fp8_stacks(
             yield linears, reason or _why_not(tuple(map(base_of, linears)), branch, scaling, shards_of)
 
 
-def _shards(params: dict[tuple[int, str], tuple[Any, Any]], module: nn.Module) -> tuple[int, int] | str:
-    param, _ = params.get((id(module), "weight"), (None, None))
+def _shards(
+    params: dict[tuple[int, str], tuple[Any, Any]], module: nn.Module, name: str = "weight"
+) -> tuple[int, int] | str:
+    param, _ = params.get((id(module), name), (None, None))
     if param is None:
         return "fully_shard has not sharded it"
     if param.is_dtensor or param.fsdp_placement.dim != 0:
@@ -259,6 +272,17 @@ def _shards(params: dict[tuple[int, str], tuple[Any, Any]], module: nn.Module) -
     if param._module_info.shared_modules:
         return "another module has the same weight"
     return param._orig_size[0], param.mesh_info.shard_mesh_size
+
+
+def _why_not_experts(module: Fp8Experts, shards: tuple[int, int] | str) -> Optional[str]:
+    if isinstance(shards, str):
+        return shards
+    if module.overcoat_recipe is None:
+        return "its experts run their own forward"
+    if module.overcoat_how.transposed:
+        return "its experts' weights lie transposed"
+    experts, processes = shards
+    return f"{processes} processes cannot share {experts} experts evenly" if experts % processes else None
 
 
 def _why_not(stack: tuple[nn.Module, ...], branch: Modules, scaling: str, shards_of: Any) -> Optional[str]:

@@ -3,6 +3,7 @@
     maxima     once a step: one pass over the shards, one small all-reduce that makes them those of the stacks (q, k,
                v; gate, up), on the device
     codes      E4M3, 1 byte a weight, made from the shard for each all-gather with the stack's scale, then freed
+    experts    each has its own scale, found with the codes and sent with them
     blocks     scales of 128x128 blocks are found with the codes and sent with them; maxima of blocks that span two
                shards are found once a step, as above
     gathered   into the buffer that FSDP2 frees and restores: `GatheredWeight`, the operand of the GEMMs
@@ -33,6 +34,7 @@ from overcoat.block.context import share_largest
 from overcoat.block.linear import GatheredWeight
 from overcoat.formats import E4M3, scale_from_amax
 from overcoat.kernels.blockwise import BLOCK
+from overcoat.kernels.experts import expert_amax, quantize_experts
 from overcoat.kernels.weights import block_stack_weights, stack_weights
 
 
@@ -187,7 +189,7 @@ class ShardedWeight(UnshardedParam):
             return (self._nothing(),), None
         if self.amax is not None:
             return (stack_weights([self.rows()], self.amax, False)[0].view(torch.uint8),), None
-        codes, self.scale = self._blocks()
+        codes, self.scale = self._codes()
         return (codes.view(torch.uint8), self.scale)[: mesh.size()], None  # with one process FSDP2 accepts one tensor
 
     def fsdp_post_all_gather(
@@ -210,7 +212,7 @@ class ShardedWeight(UnshardedParam):
 
     # ---- inside -------------------------------------------------------------------------------------------
 
-    def _blocks(self) -> tuple[Tensor, Tensor]:
+    def _codes(self) -> tuple[Tensor, Tensor]:
         """Return codes and scales of this process' rows in 128x128 blocks of the weight."""
         rows = self.rows()
         if not isinstance(self.maxima, CutBlocks):
@@ -226,6 +228,14 @@ class ShardedWeight(UnshardedParam):
             filled[-1] = below.repeat_interleave(BLOCK)[: rows.shape[1]]
         codes, scale = block_stack_weights([filled], False)
         return codes[top : top + count], F.pad(scale, (0, 0, 0, count // BLOCK + 2 - len(scale)))
+
+
+class ShardedExperts(ShardedWeight):
+    """Stacked weights of experts, (E, N, K), of which each process has whole ones: each expert has its own scale."""
+
+    def _codes(self) -> tuple[Tensor, Tensor]:
+        rows = self.rows()
+        return quantize_experts(rows, expert_amax(rows), False)
 
 
 class Maxima(abc.ABC):

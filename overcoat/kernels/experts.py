@@ -158,6 +158,12 @@ def _(w, amax, transposed, interleaved=False):
     return out, scale
 
 
+def transpose_experts(codes: Tensor) -> Tensor:
+    """Return E4M3 codes (E, N, K) as (E, K, N)."""
+    unit = torch.full((codes.shape[0],), E4M3.max, device=codes.device)  # a scale of 1 leaves codes as they are
+    return quantize_experts(codes, unit, True)[0]
+
+
 # ---- bias and limits -------------------------------------------------------------------------------------------------
 
 

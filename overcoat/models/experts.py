@@ -77,6 +77,11 @@ class Fp8Experts(Mixin):
         how, recipe, shared = self.overcoat_how, self.overcoat_recipe, self.overcoat_shared
         return experts_layer(hidden_states, index, weights, parameters, how, recipe, shared)
 
+    @property
+    def weight_names(self) -> tuple[str, str]:
+        """Return the names of the two stacked weights."""
+        return next(name for name in FIRST if name in self._parameters), SECOND
+
     def _own(self, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = super().forward(*args, **kwargs)
         return result

@@ -159,7 +159,7 @@ def build_sharded(
     if config.parallel.all_gather == "fp8" and report.converted:
         try:
             travel = overcoat.fp8_all_gather(base_model(model))
-            if (travel.left_alone or travel.experts) and process.rank() == 0:
+            if travel.left_alone and process.rank() == 0:
                 warnings.warn(f"parallel.all_gather: {travel}", stacklevel=2)
         except ValueError as error:
             warnings.warn(f"parallel.all_gather: {error}", stacklevel=2)

@@ -30,6 +30,14 @@ def test_weights(shape, dtype):
         assert_equal(ops.quantize_experts.kernel(turned, top, *how), expected)
 
 
+@pytest.mark.kernel
+def test_transposed_codes_are_the_codes():
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(2, 32, 1)
+    codes[codes & 0x7F == 0x7F] = 0  # NaN
+    turned = ops.transpose_experts(codes.view(torch.float8_e4m3fn)).view(torch.uint8)
+    assert torch.equal(turned.transpose(1, 2), codes)
+
+
 def slots_of(tokens, chosen, experts):
     index = normal(tokens, experts - 1, seed=2).topk(chosen).indices.to(DEVICE) + 1
     return Routing(*route(index, experts, 64))
