@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from overcoat.models.convert import Report, convert
     from overcoat.models.recording import record_ranges, record_scores
     from overcoat.optim.adamw import AdamW
+    from overcoat.optim.muon import Muon, muon_groups
     from overcoat.optim.release import release_gradients
     from overcoat.recipe import Recipe
 
@@ -25,12 +26,14 @@ __version__ = VERSION
 
 __all__ = [
     "AdamW",
+    "Muon",
     "Recipe",
     "Report",
     "context_parallel",
     "convert",
     "fp8_all_gather",
     "memory",
+    "muon_groups",
     "record_ranges",
     "record_scores",
     "release_gradients",
@@ -39,11 +42,13 @@ __all__ = [
 # Where each name is, imported when it is first used: PyTorch takes seconds, `overcoat --help` needs none of it.
 _PLACES = {
     "AdamW": "optim.adamw",
+    "Muon": "optim.muon",
     "Recipe": "recipe",
     "Report": "models.convert",
     "context_parallel": "distributed.context",
     "convert": "models.convert",
     "fp8_all_gather": "distributed.fp8_all_gather",
+    "muon_groups": "optim.muon",
     "record_ranges": "models.recording",
     "record_scores": "models.recording",
     "release_gradients": "optim.release",

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -179,23 +179,31 @@ class Groups:
 
     def gather(self, tensors: Sequence[Tensor], per_group: bool = False) -> Tensor:
         """Return (N, G) of a state with one value per element, or with `per_group` (N,)."""
-        found, dtype = [], tensors[0].dtype
+        return self.pack([piece.of(tensors) for _, run in self.runs for piece in run], per_group)
+
+    def scatter(self, new: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write `new`, of the shape that `gather` returns, back to the tensors."""
+        self.unpack(new, [piece.of(tensors) for _, run in self.runs for piece in run])
+
+    def pack(self, parts: Sequence[Tensor], per_group: bool = False) -> Tensor:
+        """Return (N, G), or with `per_group` (N,), of one flat tensor for each piece, in their order."""
+        found, dtype, left = [], parts[0].dtype, iter(parts)
         as_bytes = dtype.itemsize == 1  # `F.pad` does not support 8-bit floats
         for length, run in self.runs:
-            parts = [piece.of(tensors) for piece in run]
-            rows = torch.cat([x.view(torch.uint8) for x in parts] if as_bytes else parts)
+            of_run = list(islice(left, len(run)))
+            rows = torch.cat([x.view(torch.uint8) for x in of_run] if as_bytes else of_run)
             found.append(rows if per_group else to_groups(rows.view(-1, length), self.size).view(-1, self.size))
         together = torch.cat(found) if len(found) > 1 else found[0]
         return together.view(dtype) if as_bytes else together
 
-    def scatter(self, new: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Write `new`, of the shape that `gather` returns, back to the tensors."""
-        counts = [sum(piece.groups for piece in run) for _, run in self.runs]
+    def unpack(self, new: Tensor, parts: Sequence[Tensor]) -> None:
+        """Write `new`, of the shape that `pack` returns, to one flat tensor for each piece."""
+        counts, left = [sum(piece.groups for piece in run) for _, run in self.runs], iter(parts)
         for (length, run), rows in zip(self.runs, new.split(counts), strict=True):
             if new.dim() > 1:
                 rows = rows.view(-1, -(-length // self.size) * self.size)[:, :length].flatten()
-            parts = [piece.of(tensors) for piece in run]
-            torch._foreach_copy_(parts, rows.split([part.numel() for part in parts]))
+            of_run = list(islice(left, len(run)))
+            torch._foreach_copy_(of_run, rows.split([part.numel() for part in of_run]))
 
 
 def step_parameters(

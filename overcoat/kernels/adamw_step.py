@@ -256,7 +256,7 @@ class Counters:
 
 
 @lru_cache(maxsize=16)
-def _de8_tables(signed: bool, device: torch.device) -> Tensor:
+def de8_tables(signed: bool, device: torch.device) -> Tensor:
     """Return FP32 (768,): the 256 values of DE8, its 255 midpoints (and one unused), the byte of each rank."""
     midpoints, order = de8.encode_tables(signed)
     return torch.cat([de8.decode_table(signed), midpoints, midpoints.new_zeros(1), order.float()]).to(device)
@@ -308,7 +308,7 @@ class Plan:
         """Step every parameter. addresses: of the gradients, int64 (T,), of `grad_dtype`; counted: the results of
         `Counters.take_step`; grad_factor, skip: as in `reference_step`."""
         steps, coefficients = counted
-        signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
+        signed, unsigned = de8_tables(True, self.device), de8_tables(False, self.device)
         for launch in self.launches:
             if launch.programs:
                 adamw_kernel[(launch.programs,)](

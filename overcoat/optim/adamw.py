@@ -77,6 +77,7 @@ class AdamW(torch.optim.Optimizer):
     # A class attribute: a copied or unpickled optimizer is not released; the hooks stay with the original.
     release: Any = None
     clip_grad_norm: Optional[float] = None
+    algorithms: tuple[str, ...] = ("adamw",)  # that a parameter group may have
 
     def __init__(
         self,
@@ -141,6 +142,11 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.release is not None:
             raise ValueError("add_param_group: release_gradients would not see the new parameters; remove() its handle")
+        if param_group.get("algorithm", "adamw") not in self.algorithms:
+            raise ValueError(
+                f"algorithm {param_group['algorithm']!r} of a parameter group must be one of "
+                f"{', '.join(self.algorithms)}; overcoat.Muon has both"
+            )
         check_new_group(param_group, self.defaults)
         super().add_param_group(param_group)
         self._drop_step_groups()

@@ -47,6 +47,8 @@ FORMAT_OPTIONS = OPTIONS[:3]
 TORCHS_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 # A third beta marks saved groups whose moments are codes, so that torch's optimizers fail at their first step.
 CODES = "its moments are codes, which overcoat.AdamW alone reads"
+# The `algorithm` of parameter groups that `Muon` orthogonalizes.
+MUON = "muon"
 _options_of = operator.itemgetter(*OPTIONS)
 
 
@@ -65,8 +67,8 @@ def state_fields(param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Field]
 
 
 @functools.cache
-def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, group_size: int) -> dict[str, Field]:
-    m_code, v_code = (MOMENT_CODES[name] for name in moments)
+def _make_fields(shape: tuple[int, ...], moments: tuple[str, ...], master: str, group_size: int) -> dict[str, Field]:
+    m_code, v_code = MOMENT_CODES[moments[0]], MOMENT_CODES[moments[-1]]
     per_group = (*(shape[:1] if len(shape) > 1 else ()), groups_of_slice(shape, group_size))
     k_one = EXPONENT_STEPS  # the exponent of an all-zero group: k = 1
     fields = {
@@ -78,10 +80,12 @@ def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, 
         "exp_avg_sq_scale": Field(per_group, torch.int32, k_one if v_code.expanded else 0),
         "remainder": Field(shape, REMAINDER_DTYPE[master] or torch.int8),
     }
+    has_second = len(moments) > 1  # Muon's matrices have momentum alone
     present = {
+        "exp_avg_sq": has_second,
         "exp_avg_amax": m_code.grouped,
         "exp_avg_exponent": m_code.expanded,
-        "exp_avg_sq_scale": v_code.grouped,
+        "exp_avg_sq_scale": has_second and v_code.grouped,
         "remainder": REMAINDER_DTYPE[master] is not None,
     }
     return {name: field for name, field in fields.items() if present.get(name, True)}
@@ -196,7 +200,7 @@ def check_groups(
         if new == old:
             continue
         check_options(group)
-        group["moments"] = resolve_moments(group["moments"])
+        group["moments"] = _resolved(group)
         has_states = old is not None and any(states.get(param) for param in group["params"])
         for option, before in zip(FORMAT_OPTIONS, old or (), strict=False):
             if has_states and group[option] != before:
@@ -206,6 +210,11 @@ def check_groups(
                 )
         # Lists may be changed in place.
         known[number] = tuple(tuple(x) if isinstance(x, list) else x for x in _options_of(group))
+
+
+def _resolved(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the codes of a group's states; of Muon's matrices momentum's alone."""
+    return tuple(group["moments"]) if group.get("algorithm") == MUON else resolve_moments(group["moments"])
 
 
 def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -219,7 +228,7 @@ def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     check_lr(options["lr"])
     check_options(options)
     check_torchs_options(options)
-    group["moments"] = resolve_moments(options["moments"])
+    group["moments"] = _resolved(options)
     if isinstance(group["params"], set):  # torch refuses it, as it has no order
         return
     group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

@@ -165,7 +165,7 @@ class StepGroup:
         factor: 0-d FP32, multiplies every gradient; skip: bool, 0-d or one per parameter (T,).
         """
         grads, self.grads = self.grads, []
-        factor, skip, hyper = moved(factor, self.device), moved(skip, self.device), hyper_of(group, self.dtype)
+        factor, skip, hyper = moved(factor, self.device), moved(skip, self.device), self.hyper_of(group)
         lr = scalar_on(group["lr"], self.device)
         if self.on_kernel:
             self._launch(self.counters.take_step(lr, skip, hyper), factor, skip, hyper)
@@ -177,10 +177,14 @@ class StepGroup:
         for i, buffer in self.buffers.items():
             write_back(self.params[i], buffer)
 
-    def _launch(self, counted: tuple[Tensor, Tensor], factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+    def hyper_of(self, group: Mapping[str, Any]) -> Any:
+        """Return the hyperparameters of a step."""
+        return hyper_of(group, self.dtype)
+
+    def _launch(self, counted: tuple[Tensor, Tensor], factor: Tensor, skip: Tensor, hyper: Any) -> None:
         self.plan.launch(self.gradients.addresses, self.gradients.dtype, counted, factor, skip, hyper)
 
-    def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+    def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Any) -> None:
         reference_step(self.with_states(), grads, lr, factor, skip, hyper)
 
 
