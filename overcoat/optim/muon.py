@@ -29,10 +29,9 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from overcoat.formats.masters import resolve_master
-from overcoat.formats.moments import MOMENTS
 from overcoat.kernels import muon as kernels
 from overcoat.kernels.adamw import Piece, Rows, rows_of
 from overcoat.kernels.adamw_step import step_coefficients
@@ -42,7 +41,6 @@ from overcoat.optim.sharding import first_row, is_cut, local
 from overcoat.optim.state import MUON
 from overcoat.optim.step import StepGroup
 
-ALGORITHMS = ("adamw", MUON)
 # Code of a matrix's momentum, by the name of the state.
 MOMENTUM = {"8bit": "sqrt8", "fp8": "e4m3x", "bf16": "bf16", "fp32": "fp32"}
 SCALES = ("spectral", "match_rms_adamw")
@@ -79,7 +77,7 @@ class Muon(AdamW):
         ValueError: as `AdamW`; or matrices are given without names and without an "algorithm".
     """
 
-    algorithms = ALGORITHMS
+    algorithms = ("adamw", MUON)
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class Muon(AdamW):
                 group = {**self._added, **group}
                 group.setdefault("moments", (MOMENTUM[self._state],))
                 check_muon_options(group)
-            elif "lr" not in group:
+            elif group["algorithm"] == "adamw" and "lr" not in group:
                 group["lr"] = self._lr_of_adamw()
             super().add_param_group(group)
 
@@ -231,7 +229,7 @@ def _not_hidden(model: nn.Module) -> set[int]:
 
 
 def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -268,7 +266,7 @@ def check_muon_options(group: Mapping[str, Any]) -> None:
         param = entry[1] if isinstance(entry, tuple) else entry
         if isinstance(param, Tensor) and param.dim() not in (2, 3):
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} in a group with \"algorithm\": \"muon\" is no matrix; put "
+                f'a parameter of shape {tuple(param.shape)} in a group with "algorithm": "muon" is no matrix; put '
                 'it into a group with "adamw"'
             )
         if isinstance(param, Tensor) and splits and (param.dim() != 2 or sum(splits) != param.shape[0]):
@@ -429,36 +427,41 @@ def _ratio(scale: str, matrix: Matrix) -> float:
 
 
 def _all_to_all(sent: Tensor, received: list[int], sizes: list[int], group: Optional[dist.ProcessGroup]) -> Tensor:
-    """Send `sizes` elements of a flat BF16 tensor to each process, and return the `received` elements of each."""
+    """Send `sizes` elements of a flat 16-bit tensor to each process, and return the `received` elements of each."""
     result = sent.new_empty(sum(received))
-    of_bytes = [[2 * size for size in each] for each in (received, sizes)]  # gloo sends no BF16
-    dist.all_to_all_single(result.view(torch.uint8), sent.view(torch.uint8), *of_bytes, group=group)
+    taken, given = ([2 * size for size in each] for each in (received, sizes))  # bytes, which gloo sends too
+    dist.all_to_all_single(result.view(torch.uint8), sent.view(torch.uint8), taken, given, group=group)
     return result
 
 
 class MuonStepGroup(StepGroup):
     """A step group of matrices; arguments as in `StepGroup`."""
 
-    def __init__(self, optimizer: Any, group: Mapping[str, Any], params: Sequence[Tensor], indices: Sequence[int]) -> None:
+    def __init__(
+        self, optimizer: Any, group: Mapping[str, Any], params: Sequence[Tensor], indices: Sequence[int]
+    ) -> None:
         self.group = group
         super().__init__(optimizer, group, params, indices)
 
     def _prepare(self) -> None:
-        group, mesh = self.group, mesh_of(self.params[0])
-        matrices = [
-            matrix for owner, param in enumerate(self.params)
-            for matrix in matrices_of(owner, param, group["splits"], mesh.size)
-        ]  # fmt: skip
-        most = max([ROUND, *(matrix.rows * matrix.columns for matrix in matrices)])
-        hands = [chunks(hand, most) for hand in deal(matrices, mesh.size, group["steps"])]
-        layouts = [rows_of(param.shape, int(group["group_size"])) for param in self.tensors.params]
-        firsts = [first_row(param) if mesh.size > 1 else 0 for param in self.params]
-        self.rounds = [
-            Round(of, layouts, firsts, group["scale"], mesh) for of in itertools.zip_longest(*hands, fillvalue=())
-        ]
+        owners: dict[Mesh, list[int]] = {}
+        for owner, param in enumerate(self.params):
+            owners.setdefault(mesh_of(param), []).append(owner)
+        self.rounds = [round for mesh, of in owners.items() for round in self._rounds(mesh, of)]
         if self.on_kernel:
             tensors = self.with_states()
             self.passes = [Passes(tensors, round.parts) for round in self.rounds]
+
+    def _rounds(self, mesh: Mesh, owners: Sequence[int]) -> list[Round]:
+        """Return the rounds of the parameters `owners`, whose matrices these processes share."""
+        splits, steps, size = (self.group[name] for name in ("splits", "steps", "group_size"))
+        matrices = [matrix for i in owners for matrix in matrices_of(i, self.params[i], splits, mesh.size)]
+        most = max([ROUND, *(matrix.rows * matrix.columns for matrix in matrices)])
+        hands = [chunks(hand, most) for hand in deal(matrices, mesh.size, steps)]
+        layouts = [rows_of(param.shape, int(size)) for param in self.tensors.params]
+        firsts = [first_row(param) if mesh.size > 1 else 0 for param in self.params]
+        turns = itertools.zip_longest(*hands, fillvalue=())
+        return [Round(of, layouts, firsts, self.group["scale"], mesh) for of in turns]
 
     def hyper_of(self, group: Mapping[str, Any]) -> MuonHyper:
         master, size = resolve_master(group["master"], self.dtype), int(group["group_size"])

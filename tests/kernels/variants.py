@@ -23,6 +23,7 @@ from overcoat.kernels.launch import Kernel
 from overcoat.kernels.multi_tensor import Gradients
 from overcoat.kernels.op import CATALOGUE
 from tests.kernels.adamw_cases import arguments, step_one_by_one
+from tests.kernels.muon_cases import muon_step
 from tests.kernels.samples import SAMPLES, is_ours
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -140,4 +141,5 @@ def _calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for moments in (("e4m3", "e5m2"), ("e5m2x", "e4m3x")):
         step = arguments(moments, "bf16+8", shapes=((4, 256), (5, 130)))
         yield step_one_by_one, (step, step[5])
+    yield muon_step, ()
     yield Gradients([3, 5], torch.device("cpu")).sums_of_squares, ()
