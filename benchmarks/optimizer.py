@@ -22,6 +22,7 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
+from benchmarks import muon
 from benchmarks.rows import Column, Row, decimals, percent
 from benchmarks.session import Session, add_common_arguments
 from benchmarks.timing import steady_ms
@@ -159,11 +160,29 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, std: float) -> torch.Ten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    words = "Muon on the matrices of Llama-2-7B's layers and on 1,000 small ones instead: see benchmarks/muon.py"
+    parser.add_argument("--muon", action="store_true", help=words)
+    parser.add_argument("--layers", type=int, default=8, help="layers for --muon (default 8; all are 32)")
     parser.add_argument("--sizes", nargs="+", default=["64x16M"], choices=[*SIZES, "all"], help="default 64x16M")
     add_common_arguments(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
+    return run_muon(parsed) if parsed.muon else run_adamw(parsed)
+
+
+def run_muon(parsed: argparse.Namespace) -> int:
+    session = Session(parsed, muon.PRODUCT_COLUMNS)
+    session.table("products of Newton-Schulz")
+    session.everyone(dict.fromkeys(muon.PRODUCTS, ()), muon.measure_product)
+    layers = {shape: count * parsed.layers for shape, count in muon.LAYER.items()}
+    for title, shapes in ((f"{parsed.layers} layers of Llama-2-7B", layers), ("1,000 of 1024 x 1024", muon.SMALL)):
+        session.table(title, muon.COLUMNS)
+        session.everyone(dict.fromkeys(muon.CONTESTANTS, ()), muon.measure, shapes, session.copy_rate, size=title)
+    return 0
+
+
+def run_adamw(parsed: argparse.Namespace) -> int:
     sizes = list(SIZES) if "all" in parsed.sizes else parsed.sizes
     session = Session(parsed, COLUMNS)
     for size in sizes:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kernels, layer, model, optimizer
+from benchmarks import kernels, layer, model, muon, optimizer
 from benchmarks import session as sessions
 from benchmarks.__main__ import TOOLS, main
 from benchmarks.contestants import WAYS
@@ -28,7 +28,9 @@ def figures(function: Any, *arguments: Any, timeout: float) -> dict[str, Any]:
         assert arguments[2] == ["stack"]
         assert len(arguments[4]) == list(kernels.SUBJECTS).index(arguments[0])
         return {f"{arguments[0]}()": {"name": "stack", **{column.key: 0.75 for column in kernels.COLUMNS}}}
-    module = {optimizer.measure: optimizer, layer.measure: layer, model.measure: model}[function]
+    if function is muon.measure_product:
+        return {"ms": 1.0, "flops_per_second": 6e14}
+    module = {muon.measure: muon, optimizer.measure: optimizer, layer.measure: layer, model.measure: model}[function]
     found: dict[str, Any] = {column.key: 2.0 for column in module.COLUMNS}
     if function is not model.measure:
         return found
@@ -136,6 +138,13 @@ def test_optimizer(tmp_path: Path) -> None:
     rows = bench(tmp_path, "optimizer", "--sizes", *sizes, "--only", "fused", "8bit, bf16,")
     names = ["overcoat 8bit, bf16, unchecked", "torch fused BF16", "torch fused FP32"]
     assert [(row["size"], row["name"]) for row in rows] == [(size, name) for size in sizes for name in names]
+
+
+@pytest.mark.usefixtures("made_up")
+def test_muon(tmp_path: Path) -> None:
+    rows = bench(tmp_path, "optimizer", "--muon", "--layers", "2", "--only", "G^2", "torch muon")
+    assert [row["name"] for row in rows][:2] == ["G^2", "G^2, cuBLAS, all tiles"]
+    assert [row["size"] for row in rows[2:]] == 2 * ["2 layers of Llama-2-7B"] + 2 * ["1,000 of 1024 x 1024"]
 
 
 @pytest.mark.usefixtures("made_up")
