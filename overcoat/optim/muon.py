@@ -440,8 +440,16 @@ class MuonStepGroup(StepGroup):
     def __init__(
         self, optimizer: Any, group: Mapping[str, Any], params: Sequence[Tensor], indices: Sequence[int]
     ) -> None:
-        self.group = group
+        self.group, self.shape_options = group, self._shape_options(group)
         super().__init__(optimizer, group, params, indices)
+
+    @staticmethod
+    def _shape_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the options that the rounds are made of."""
+        return group["splits"], group["steps"], group["scale"]
+
+    def holds(self) -> bool:
+        return self.shape_options == self._shape_options(self.group) and super().holds()
 
     def _prepare(self) -> None:
         owners: dict[Mesh, list[int]] = {}

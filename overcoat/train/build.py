@@ -317,8 +317,10 @@ def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
 
 
 def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> overcoat.AdamW:
-    """Return AdamW over the trained parameters. Weight decay applies to matrices only, stacked ones (experts) too: norm
-    weights and biases should not shrink."""
+    """Return the optimizer of the trained parameters. Weight decay applies to matrices only, stacked ones (experts)
+    too: norm weights and biases should not shrink."""
+    if section.name == "muon":
+        return make_muon(model, section, seed)
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -337,6 +339,26 @@ def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> ove
         master=section.master,
         group_size=section.group_size,
         offload=section.offload,
+        seed=seed,
+    )
+
+
+def make_muon(model: nn.Module, section: OptimizerConfig, seed: int) -> overcoat.Muon:
+    """Return Muon over the trained parameters."""
+    return overcoat.Muon(
+        overcoat.muon_groups(model, qkv=section.qkv, adamw_weight_decay=section.weight_decay),
+        lr=section.lr,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        weight_decay=section.weight_decay,
+        adamw_lr=section.peak_lr("adamw"),
+        state=str(section.moments),
+        master=section.master,
+        scale=section.scale,
+        steps=section.newton_schulz_steps,
+        betas=(section.betas[0], section.betas[1]),
+        eps=section.eps,
+        group_size=section.group_size,
         seed=seed,
     )
 

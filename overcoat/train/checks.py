@@ -8,10 +8,11 @@ from __future__ import annotations
 import operator
 from dataclasses import fields
 
-from overcoat.train.config import Config, DataConfig, require
+from overcoat.train.config import Config, DataConfig, OptimizerConfig, require
 
 Row = tuple[str, bool, str]
 
+OF_MUON = ("adamw_lr", "momentum", "nesterov", "newton_schulz_steps", "scale", "qkv")
 MOST_TOKENS = 2**30  # in one optimizer step: the host holds all its rows, 8 bytes a token
 LEAST_VOCABULARY = 257  # of a byte-level BPE: 256 bytes and the end of text
 # Options that compiled layers ignore, and options that CUDA graphs would get wrong.
@@ -52,6 +53,11 @@ def _single(config: Config) -> list[Row]:
             "tokenizer.vocab_size",
             0 < size < LEAST_VOCABULARY,
             f"a byte-level vocabulary needs {LEAST_VOCABULARY} (bytes, EOS)",
+        ),
+        (
+            "optimizer.moments",
+            optimizer.name == "muon" and moments not in ("8bit", "fp8", "bf16", "fp32"),
+            "with optimizer.name = 'muon' one of 8bit, fp8, bf16, fp32",
         ),
         ("data.files", len(binaries) not in (0, len(config.data.files)), "mixes .bin with text: tokenize the text"),
         (
@@ -122,6 +128,17 @@ def _combined(config: Config) -> list[Row]:
             f"no moment has all gradients to clip at {optimizer.clip}: set optimizer.clip to 0",
         ),
         (
+            "optimizer.offload",
+            optimizer.offload and optimizer.name == "muon",
+            "does not go with optimizer.name = 'muon': its states are small; drop it",
+        ),
+        (
+            "optimizer.adamw_lr",
+            optimizer.name == "muon" and optimizer.scale == "spectral" and not optimizer.adamw_lr,
+            f"optimizer.lr = {optimizer.lr:g} is that of matrices with optimizer.scale = 'spectral', and too large for "
+            "the rest: set it, for example to 3e-4",
+        ),
+        (
             "train.accumulation",
             released and train.accumulation > 1,
             "optimizer.release_gradients moves the weights in the first backward pass, and cannot accumulate: set it "
@@ -180,6 +197,15 @@ def _unused(config: Config) -> list[Row]:
         *(
             (f"eval.{name}", bool(getattr(tasks, name)) and not tasks.tasks, "no eval.tasks; set them or drop it")
             for name in ("tasks_every", "tasks_limit")
+        ),
+        *(
+            (
+                f"optimizer.{spec.name}",
+                config.optimizer.name != "muon" and getattr(config.optimizer, spec.name) != spec.default,
+                "for optimizer.name = 'muon' alone; drop it",
+            )
+            for spec in fields(OptimizerConfig)
+            if spec.name in OF_MUON
         ),
         *(
             (f"data.{name}", getattr(config.data, name) != defaults[name], f"for {what} alone; drop it")

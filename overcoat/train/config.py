@@ -89,10 +89,23 @@ class RecipeConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    name: Literal["adamw", "muon"] = option(
+        "adamw", 'optimizer: "adamw", or "muon" for the matrices of hidden layers and AdamW for all else'
+    )
     lr: float = option(3e-4, "peak learning rate", above=0)
     betas: list[float] = option([0.9, 0.95], "decay of the first and the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment")
     weight_decay: float = option(0.1, "decoupled weight decay, on matrices only (not on norm weights and biases)")
+    adamw_lr: float = option(0.0, "muon: peak learning rate of AdamW's weights; 0: optimizer.lr", at_least=0)
+    momentum: float = option(0.95, "muon: decay of the momentum", at_least=0, below=1)
+    nesterov: bool = option(True, "muon: Nesterov's momentum")
+    newton_schulz_steps: int = option(5, "muon: steps of the iteration that orthogonalizes", at_least=1, at_most=20)
+    scale: Literal["match_rms_adamw", "spectral"] = option(
+        "match_rms_adamw", "muon: learning rate by shape: the RMS of AdamW's updates, or sqrt(max(1, rows / columns))"
+    )
+    qkv: Literal["split", "whole"] = option(
+        "split", "muon: orthogonalize q, k and v of a fused weight apart, or as one"
+    )
     moments: str | list[str] = option("8bit", 'format of the moments: "8bit", "fp8", "bf16", "fp32", or a pair')
     master: str = option("auto", 'master weights of BF16 weights: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
     group_size: int = option(128, "elements that share one scale in the moments")
@@ -101,6 +114,10 @@ class OptimizerConfig:
         False, "step and free each gradient in the backward; needs clip=0, no accumulation"
     )
     clip: float = option(1.0, "largest norm of all gradients; 0 and inf do not clip", at_least=0, at_most=math.inf)
+
+    def peak_lr(self, algorithm: str) -> float:
+        """Return the peak learning rate of the parameter groups of an algorithm."""
+        return self.adamw_lr if self.adamw_lr and algorithm == "adamw" else self.lr
 
     @property
     def codes(self) -> str | tuple[str, str]:

@@ -97,9 +97,10 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
         DoesNotFitError: the optimizer itself ran out of memory.
         UnreadableDataError: no more rows can be read.
     """
-    lr = config.optimizer.lr * multiplier(config.schedule, state.step, config.train.steps)
+    factor = multiplier(config.schedule, state.step, config.train.steps)
+    lr = config.optimizer.lr * factor
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = config.optimizer.peak_lr(group.get("algorithm", "")) * factor
     # New rows if the drawn ones have another shape: resumed with another sequence length or batch.
     if state.drawn is None or state.drawn.shape != (config.train.rows_per_step, config.data.sequence_length + 1):
         state.drawn = _next_rows(state, config)

@@ -28,7 +28,7 @@ from overcoat.train.config import Config
 from overcoat.train.data import Batch, Images, RowSource, make_batch
 
 # Options that the configuration may change on resuming; load_state_dict would restore the old values.
-RECONFIGURABLE = ("betas", "eps", "weight_decay")
+RECONFIGURABLE = ("betas", "eps", "weight_decay", "momentum", "nesterov", "steps", "scale")
 
 
 @dataclass
@@ -103,7 +103,7 @@ class TrainState:
                 states[int(path[0])][path[1]] = value
             elif kind == "rows":
                 rows[path[0]] = value
-        chosen = [{key: group[key] for key in RECONFIGURABLE} for group in self.optimizer.param_groups]
+        chosen = [{key: group[key] for key in RECONFIGURABLE if key in group} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({"state": states, "param_groups": record["param_groups"]})
         for group, options in zip(self.optimizer.param_groups, chosen, strict=True):
             group.update(options)

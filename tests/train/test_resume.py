@@ -84,6 +84,15 @@ def test_a_stopped_run_continues(stopped: Path, resumed: Run, prepared: tuple[Co
     assert names(stopped / "checkpoints") == ["step-00000012"]
 
 
+def test_a_run_of_muon_continues(resumed: Run, stopped_at: Run, tmp_path: Path) -> None:
+    words = ("optimizer.name=muon", "optimizer.scale=spectral", "optimizer.lr=0.02", "optimizer.adamw_lr=1e-3",
+             "train.steps=5")  # fmt: skip
+    resumed(*words, f"train.run_dir={tmp_path / 'whole'}")
+    stopped_at(3, *words)
+    resumed(*words)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_the_evaluation_of_the_step_that_was_stopped_is_made_on_resuming(
     resumed: Run, stopped_at: Run, tmp_path: Path
 ) -> None:
