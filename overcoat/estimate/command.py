@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("NAME", "FIELD=VALUE"),
         help="default, paper, leanest or bf16, and fields of overcoat.Recipe: --recipe default head=fp8",
     )
+    setup.add_argument("--optimizer", choices=("adamw", "muon"), help="muon: of hidden matrices (default adamw)")
     setup.add_argument("--moments", help=f"{', '.join(MOMENTS)}, or a pair of formats M,V (default 8bit)")
     setup.add_argument("--master", choices=MASTERS, help="master weights of BF16 weights (default auto: bf16+8)")
     setup.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="of the moments (default 128)")

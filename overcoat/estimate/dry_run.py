@@ -34,6 +34,7 @@ from overcoat.models.decoder import Fp8DecoderLayer, block_of, checked_now
 from overcoat.models.dummy_batch import SIDE, freeze_tower, images, model_class, tokens
 from overcoat.models.experts import Fp8Experts, weights_of
 from overcoat.models.family import decoder_layers
+from overcoat.optim.muon import hidden_matrices
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
@@ -83,12 +84,13 @@ def own_loss(model: Any, batch: int, sequence: int, side: int = SIDE) -> Tensor:
 class Trained(NamedTuple):
     """A model on the meta device, prepared as a setup trains it.
 
-    parameters: before they are sharded; report: of `convert`; parts: for gradient release. gathered: bytes of all
-        parameters, as FSDP2 gathers them.
+    parameters: before they are sharded; matrices: those of hidden layers; report: of `convert`; parts: for gradient
+        release. gathered: bytes of all parameters, as FSDP2 gathers them.
     """
 
     model: Any
     parameters: tuple[Tensor, ...]
+    matrices: tuple[Tensor, ...]
     report: Report
     parts: Parts
     gathered: int
@@ -97,10 +99,11 @@ class Trained(NamedTuple):
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     """Return the model of a configuration, for any number of dry runs."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
-    parameters, report = tuple(model.parameters()), convert(model, setup.recipe)
+    parameters, matrices = tuple(model.parameters()), hidden_matrices(model)
+    report = convert(model, setup.recipe)
     _order_rows(model)
     gathered = shard(model, setup, gpus) if setup.is_sharded(gpus) else 0
-    return Trained(model, parameters, report, Parts(model), gathered)
+    return Trained(model, parameters, matrices, report, Parts(model), gathered)
 
 
 @torch.no_grad()

@@ -19,15 +19,16 @@ from overcoat.estimate.delta_rule import has_delta_rule
 from overcoat.estimate.dry_run import KEPT, DryRun, LossOf, Trained, dry_run, kept_tensors, own_loss, trained_model
 from overcoat.estimate.fsdp import part_bytes
 from overcoat.estimate.meter import GATHERED, GRADIENTS
-from overcoat.estimate.phases import Phase
+from overcoat.estimate.phases import OPTIMIZER, Phase, kind_of
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import ONE, Cluster, Sizes, Times, step_times
 from overcoat.estimate.workspaces import aligned
 from overcoat.memory import SavedReport
 from overcoat.models.convert import Report
 from overcoat.models.dummy_batch import sees
+from overcoat.optim.muon import round_bytes
 from overcoat.optim.offload import SLOTS
-from overcoat.optim.state import state_fields
+from overcoat.optim.state import MUON, state_fields
 from overcoat.pinned_memory import packed
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
@@ -40,6 +41,8 @@ NCCL = 720 * 2**20
 MOST_TOKENS = 2**40  # whose tensors have sizes below 2**63 bytes
 # Components that exist during the whole step.
 LASTING = ("weights", "remainders", "moments", "offload buffers", "libraries")
+# Of Muon's matrices, while the optimizer works.
+ROUND = "Newton-Schulz"
 # One dry run at a time: it patches ops and PyTorch for all threads (`alike_blocks`, `Meter.watch_resizes`).
 _ALONE = threading.RLock()
 
@@ -120,9 +123,12 @@ class Predictor:
         """
         setup = setup or Setup()
         model, run = self._run(batch, sequence, setup, gpus)
-        lasting, host = self._lasting(model.parameters, setup, gpus)
-        living = run.phases[setup.release_gradients]
-        by_phase = [_together(lasting, fullest) for _, fullest, _ in living]
+        matrices = model.matrices if setup.optimizer == MUON else ()
+        lasting, host = self._lasting(model.parameters, matrices, setup, gpus)
+        living, buffers = run.phases[setup.release_gradients], {ROUND: round_bytes(matrices, gpus)} if matrices else {}
+        by_phase = [
+            _together(lasting, {**fullest, **(buffers if _steps(label, setup) else {})}) for label, fullest, _ in living
+        ]
         base, peaks = sum(lasting.values()), [sum(each.values()) for each in by_phase]
         phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(living, peaks, strict=True)]
         fullest = peaks.index(max(peaks))
@@ -144,7 +150,8 @@ class Predictor:
         """Predict the seconds of a step."""
         gpus = cluster.sharding
         model, run = self._run(batch, sequence, setup, gpus)
-        lasting, host = self._lasting(model.parameters, setup, gpus)
+        matrices = model.matrices if setup.optimizer == MUON else ()
+        lasting, host = self._lasting(model.parameters, matrices, setup, gpus)
         trained = sum(part_bytes(each, gpus) for each in model.parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
         weights = sum(each.nbytes for each in model.parameters)
@@ -197,16 +204,25 @@ def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]
     return found
 
 
-def _lasting(parameters: tuple[Tensor, ...], setup: Setup, gpus: int) -> tuple[dict[str, int], int]:
+def _steps(label: str, setup: Setup) -> bool:
+    """True if the optimizer works in a phase."""
+    return kind_of(label) == "backward" if setup.release_gradients else label == OPTIMIZER
+
+
+def _lasting(
+    parameters: tuple[Tensor, ...], matrices: tuple[Tensor, ...], setup: Setup, gpus: int
+) -> tuple[dict[str, int], int]:
     """Return the bytes that last for the whole step, and the bytes of offloaded states in host memory. Sizes are the
-    tensors' own; what the allocator's multiples add to them is among the libraries'."""
+    tensors' own; what the allocator's multiples add to them is among the libraries'. matrices: Muon's."""
+    orthogonalized = set(map(id, matrices))
     weights, host = [part_bytes(parameter, gpus) for parameter in parameters], 0
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     moments: list[int] = []
     remainders: list[int] = []
     for parameter in trained:
         moved = []
-        for name, field in state_fields(parameter, setup.group).items():
+        group = setup.group_of_matrices if id(parameter) in orthogonalized else setup.group
+        for name, field in state_fields(parameter, group).items():
             value = torch.empty(field.shape, dtype=field.dtype, device="meta")
             # Those of vectors are whole on every process.
             size = part_bytes(value, gpus) if parameter.dim() > 1 and field.shape else value.nbytes

@@ -10,6 +10,8 @@ import torch
 
 from overcoat.formats.masters import resolve_master
 from overcoat.formats.moments import resolve_moments
+from overcoat.optim.muon import MOMENTUM
+from overcoat.optim.state import MUON
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 DTYPES = ("bfloat16", "float32")
@@ -20,6 +22,7 @@ class Setup:
     """Field names are those of `AdamW` and of the training configuration.
 
     Attributes:
+        optimizer: "adamw", or "muon" for the matrices of hidden layers.
         accumulation: forward passes in an optimizer step.
         document_mask: rows hold several documents, so attention has a mask.
         reduce_dtype: the dtype in which FSDP2 sums gradients; None: their own.
@@ -32,6 +35,7 @@ class Setup:
     """
 
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
+    optimizer: str = "adamw"
     moments: str | tuple[str, str] = "8bit"
     master: str = "auto"
     group_size: int = 128
@@ -47,6 +51,10 @@ class Setup:
     replicated: bool = False
 
     def __post_init__(self) -> None:
+        if self.optimizer not in ("adamw", MUON):
+            raise ValueError(f"optimizer {self.optimizer!r}: choose 'adamw' or 'muon'")
+        if self.optimizer == MUON and (self.offload or self.moments not in MOMENTUM):
+            raise ValueError(f"optimizer 'muon' has no offload, and moments {', '.join(MOMENTUM)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not trained; choose one of {', '.join(DTYPES)}")
         if self.reduce_dtype not in (None, *DTYPES):
@@ -82,10 +90,15 @@ class Setup:
         """Return the options of an optimizer's parameter group."""
         return {"moments": resolve_moments(self.moments), "master": self.master, "group_size": self.group_size}
 
+    @property
+    def group_of_matrices(self) -> dict[str, Any]:
+        """Return the options of the parameter groups that Muon orthogonalizes."""
+        return {**self.group, "moments": (MOMENTUM[str(self.moments)],)}
+
     def without_optimizer(self) -> Setup:
         """Return the setup reduced to what a dry run depends on; passes after the second are like the second."""
-        of_optimizer = ("moments", "master", "group_size", "offload", "offload_buffer", "release_gradients")
-        default = {name: getattr(Setup, name) for name in of_optimizer}
+        of_states = ("optimizer", "moments", "master", "group_size", "offload", "offload_buffer")
+        default = {name: getattr(Setup, name) for name in (*of_states, "release_gradients")}
         return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)
 
     def of_model(self) -> Setup:

@@ -215,6 +215,12 @@ def muon_groups(model: nn.Module, *, qkv: str = "split", adamw_weight_decay: flo
     return [group for group in groups if group["params"]]
 
 
+def hidden_matrices(model: nn.Module) -> tuple[Tensor, ...]:
+    """Return the parameters that `muon_groups` gives to Muon."""
+    groups = muon_groups(model, qkv="whole")
+    return tuple(param for group in groups if group["algorithm"] == MUON for param in group["params"])
+
+
 def _not_hidden(model: nn.Module) -> set[int]:
     """Return the ids of weights that modules show to be embeddings, heads or convolutions."""
     found: list[Any] = [
@@ -417,6 +423,20 @@ class Round:
         if len(self.own) == 1:
             return whole.view(-1)
         return torch.cat([whole[:, start:stop].reshape(-1) for start, stop in self.own[0].bounds])
+
+
+def round_bytes(matrices: Sequence[Tensor], processes: int = 1) -> int:
+    """Return the bytes that the largest round allocates and frees, in a step of all matrices at once."""
+    sizes = {(*matrix.shape[-2:],): 0 for matrix in matrices}
+    for matrix in matrices:
+        sizes[(*matrix.shape[-2:],)] += matrix.shape[0] if matrix.dim() == 3 else 1
+    most = max([ROUND, *(rows * columns for rows, columns in sizes)])
+    found = [0]
+    for (rows, columns), count in sizes.items():
+        of_round = min(count, max(most // (rows * columns), 1))
+        buffers = 2 if processes == 1 else 4  # u and what it becomes, of this process and as it travels
+        found.append(2 * of_round * (buffers * rows * columns + 5 * min(rows, columns) ** 2))
+    return max(found)
 
 
 def _ratio(scale: str, matrix: Matrix) -> float:

@@ -154,6 +154,7 @@ def training_setup(config: Config, plan: BatchPlan, cluster: Cluster = ONE) -> S
     optimizer = config.optimizer
     return Setup(
         recipe=recipe_of(config, plan),
+        optimizer=optimizer.name,
         moments=optimizer.codes,
         master=optimizer.master,
         group_size=optimizer.group_size,

@@ -289,6 +289,20 @@ def test_states_are_those_of_a_real_optimizer(moments, master, dtype):
     assert prediction.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_states_are_those_of_a_real_muon():
+    model = make_model("mixtral", layers=1, vocab_size=130)
+    adamw, muon = (predict(model.config, 1, 32, Setup(optimizer=name)) for name in ("adamw", "muon"))
+    optimizer = overcoat.Muon(overcoat.muon_groups(model), lr=0.02, adamw_lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    components = muon.components
+    assert components["moments"] + components["remainders"] == optimizer_bytes(optimizer)
+    assert muon.phases[-1].peak > adamw.phases[-1].peak - adamw.components["moments"] + components["moments"]
+    with pytest.raises(ValueError, match="offload"):
+        Setup(optimizer="muon", offload=True)
+
+
 # ---- the whole step -------------------------------------------------------------------------------------------------
 
 # (name, kind, whether the head is the embedding, setup)
