@@ -23,6 +23,7 @@ from overcoat.estimate.phases import OPTIMIZER, Phase, kind_of
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import ONE, Cluster, Sizes, Times, step_times
 from overcoat.estimate.workspaces import aligned
+from overcoat.kernels.muon import flops
 from overcoat.memory import SavedReport
 from overcoat.models.convert import Report
 from overcoat.models.dummy_batch import sees
@@ -156,7 +157,8 @@ class Predictor:
         states = lasting["moments"] + lasting["remainders"]
         weights = sum(each.nbytes for each in model.parameters)
         wider = (setup.torch_reduce_dtype or setup.torch_dtype).itemsize / setup.torch_dtype.itemsize
-        sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host)
+        work = sum(flops(*each.shape[-2:], 5) * each.shape[:-2].numel() for each in matrices) / gpus
+        sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host, work)
         return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
 
     def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[Trained, DryRun]:

@@ -159,7 +159,8 @@ def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 class Sizes(NamedTuple):
     """Bytes of all weights, as FSDP2 gathers them and as it sums their gradients; of this process' part of the trained
-    ones, their states, states in host memory, and saved activations there."""
+    ones, their states, states in host memory, and saved activations there. orthogonalizing: operations of Muon in this
+    process."""
 
     weights: int
     gathered: int
@@ -168,6 +169,7 @@ class Sizes(NamedTuple):
     states: int
     offloaded: int
     kept_on_host: int
+    orthogonalizing: float = 0.0
 
 
 class Cluster(NamedTuple):
@@ -220,7 +222,7 @@ def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, clus
     """Return the predicted times of an optimizer step of several micro-batches."""
     memory = GPUS[cluster.gpu]
     ahead, back = (accumulation * work.seconds(backward, memory) for backward in (False, True))
-    optimizer = (4 * sizes.trained + 2 * sizes.states) / (memory * ADAMW)
+    optimizer = (4 * sizes.trained + 2 * sizes.states) / (memory * ADAMW) + sizes.orthogonalizing / PRODUCTS["bf16"]
     links = 0.0
     if cluster.sharding > 1:
         share, within = 1 - 1 / cluster.sharding, cluster.gpus // cluster.nodes
