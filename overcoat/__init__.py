@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from overcoat.optim.muon import Muon, muon_groups
     from overcoat.optim.release import release_gradients
     from overcoat.recipe import Recipe
+    from overcoat.streaming.stream import stream
 
 __version__ = VERSION
 
@@ -37,6 +38,7 @@ __all__ = [
     "record_ranges",
     "record_scores",
     "release_gradients",
+    "stream",
 ]
 
 # Where each name is, imported when it is first used: PyTorch takes seconds, `overcoat --help` needs none of it.
@@ -52,6 +54,7 @@ _PLACES = {
     "record_ranges": "models.recording",
     "record_scores": "models.recording",
     "release_gradients": "optim.release",
+    "stream": "streaming.stream",
 }
 
 

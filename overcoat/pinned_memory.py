@@ -6,6 +6,7 @@ pages takes a few tenths of a second per gigabyte.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import sys
@@ -60,6 +61,25 @@ def host_buffer(size: int, page_locked: bool, purpose: str, instead: str) -> Ten
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     memory.lock(buffer.data_ptr(), purpose, instead)
     return buffer
+
+
+class _Bytes(ctypes.Array[ctypes.c_char]):
+    """Bytes at an address; `owner` keeps them alive."""
+
+    _type_, _length_ = ctypes.c_char, 0
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a contiguous host tensor with a storage of its own in the same memory.
+
+    `torch.save` and safetensors take tensors of one storage for one tensor, and refuse several dtypes.
+    """
+    if not tensor.numel():
+        return tensor
+    kind: Any = type("Bytes", (_Bytes,), {"_length_": tensor.nbytes})
+    memory = kind.from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(eq=False)

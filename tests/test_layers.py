@@ -21,6 +21,7 @@ LAYERS = (
     ("block", "optim"),
     ("models",),
     ("distributed",),
+    ("streaming",),
     ("",),
     ("estimate",),
     ("train",),

@@ -118,9 +118,9 @@ class GatheredWeight(Tensor):
             size = weight.shape if func is _ZEROS[0] else args[1]
             return torch.zeros(size, dtype=weight.dtype, device=weight.device)
         raise RuntimeError(
-            f"{func} cannot read a weight that was gathered in FP8 (overcoat.fp8_all_gather): it has no 16-bit numbers "
-            "while its layer trains. Call model.eval() to run the original forward, FSDPModule.reshard() to "
-            "read or change the shards, or leave fp8_all_gather out"
+            f"{func} cannot read a weight that was gathered in FP8 (overcoat.fp8_all_gather, overcoat.stream): it has "
+            "no 16-bit numbers while its layer trains. Call model.eval() to run the original forward, "
+            "FSDPModule.reshard() to read or change the shards, or leave fp8_all_gather or stream out"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

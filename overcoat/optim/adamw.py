@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels.multi_tensor import is_capturing
-from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, check_offload_options
+from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, StreamedStepGroup, check_offload_options
 from overcoat.optim.state import (
+    Home,
     bytes_to_offload,
     check_groups,
     check_new_group,
@@ -65,7 +66,7 @@ class AdamW(torch.optim.Optimizer):
     Attributes:
         skipped_steps: 0-d int32 tensor on the device of the parameters: steps skipped so far.
         grad_norm: 0-d FP32 tensor: norm of all gradients at the last step, unscaled, before clipping; None if unknown.
-        release: the handle of `overcoat.release_gradients` while it is active, else None.
+        release: the handle of `overcoat.release_gradients` or `overcoat.stream` while it is active, else None.
 
     A gradient that is not contiguous, or on a GPU does not begin at a multiple of 16 bytes, is copied for the step.
 
@@ -149,9 +150,7 @@ class AdamW(torch.optim.Optimizer):
             )
         check_new_group(param_group, self.defaults)
         super().add_param_group(param_group)
-        self._drop_step_groups()
-        self.wait_for_offload()
-        self._staging = {}  # its buffers may be too small now
+        self.forget_staging()
 
     @torch._disable_dynamo  # graph break: the step is one launch already
     @torch.no_grad()
@@ -227,7 +226,7 @@ class AdamW(torch.optim.Optimizer):
                 group["moments"] = tuple(group["moments"])  # the state's own: possibly an earlier "8bit"
             self._options.clear()
             for param, saved in states:
-                self.state[param] = restore_state(saved, param, self.offload)
+                self.state[param] = restore_state(saved, param, self.home_of(param))
 
         check_groups(self.param_groups, self.state, self._options)
         first = self.register_load_state_dict_pre_hook(take)
@@ -300,6 +299,12 @@ class AdamW(torch.optim.Optimizer):
         if self.release is not None:
             self.release.drop_states()
 
+    def forget_staging(self) -> None:
+        """Drop step groups and staging buffers, which may be too small now."""
+        self._drop_step_groups()
+        self.wait_for_offload()
+        self._staging = {}
+
     def wait_for_offload(self) -> None:
         """Wait until the last step's states are in host memory."""
         for staging in self._staging.values():
@@ -308,28 +313,44 @@ class AdamW(torch.optim.Optimizer):
     def _place_state(self, group: Mapping[str, Any], param: Tensor, index: int) -> None:
         """Make the state of a parameter before its first step, and move it to the right device."""
         state: Any = self.state.get(param)
+        home = self.home_of(param)
         if not state:
-            self.state[param] = init_state(param, group, self.offload)
+            self.state[param] = init_state(param, group, home)
         else:
             check_state(state, param, group, index, "set back what has changed, or start anew without its state")
-            if is_elsewhere(state, param, self.offload):  # the model has been moved
+            if is_elsewhere(state, home):  # the model has been moved
                 self.wait_for_offload()
-                self.state[param] = restore_state(state, param, self.offload)
+                self.state[param] = restore_state(state, param, home)
+
+    def home_of(self, param: Tensor) -> Home:
+        """Return where a parameter is stepped and its state kept."""
+        device = None if self.release is None else self.release.device_of(param)
+        return Home(param.device, self.offload) if device is None else Home(device, True)
 
     def step_group_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> StepGroup:
         """Return a new step group of parameters that can be stepped together; makes their states if missing."""
         for param, index in zip(params, indices, strict=True):
             self._place_state(group, param, index)
         self._owners = list(self.state)
+        streamed = None if self.release is None else self.release.stepped_on_device(params)
+        if streamed is not None:
+            staging = self.staging_on(self.home_of(params[0]).device)
+            return StreamedStepGroup(streamed, staging, weakref.proxy(self), group, params, indices)
         if not self.offload:
             return StepGroup(weakref.proxy(self), group, params, indices)
-        device = params[0].device
+        return OffloadedStepGroup(self.staging_on(params[0].device), weakref.proxy(self), group, params, indices)
+
+    def staging_on(self, device: torch.device) -> Staging:
+        """Return the staging buffers through which states in host memory pass on a device."""
         if device not in self._staging:
             owners = [(param, group) for group in self.param_groups for param in group["params"]]
-            owners = [of for of in owners if of[0].device == device and of[0].is_floating_point()]  # not a frozen base
-            needed = sum(bytes_to_offload(param, group) for param, group in owners)
+            owners = [of for of in owners if of[0].is_floating_point()]  # not a frozen base
+            homes = [self.home_of(param) for param, _ in owners]
+            needed = sum(
+                bytes_to_offload(*of) for of, home in zip(owners, homes, strict=True) if home == (device, True)
+            )
             self._staging[device] = Staging(device, min(self.offload_buffer // SLOTS, needed))
-        return OffloadedStepGroup(self._staging[device], weakref.proxy(self), group, params, indices)
+        return self._staging[device]
 
     def keep_if_captured(self, step_groups: list[StepGroup]) -> None:
         """Keep step groups alive that a CUDA graph captures: it reads their tables by address at every replay."""

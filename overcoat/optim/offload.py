@@ -236,3 +236,17 @@ class OffloadedStepGroup(StepGroup):
                 reference_step(chunk.tensors, parts, lr, factor, skipped, hyper)
         for counter, skipped in zip(counters, skip.expand(len(counters)), strict=True):
             counter += ~skipped
+
+
+class StreamedStepGroup(OffloadedStepGroup):
+    """A step group whose parameters are in host memory too, as copies on the device while it steps (streaming/).
+
+    copies: of each parameter, where whoever holds the device memory puts it before the step, and reads it after.
+    """
+
+    def __init__(self, copies: list[Tensor], *args: Any) -> None:
+        self.copies = copies
+        super().__init__(*args)
+
+    def _stepped(self) -> list[Tensor]:
+        return self.copies

@@ -117,9 +117,13 @@ def _raw_stream(device: torch.device) -> int:
 
 
 class GradientRelease:
-    """The handle of `release_gradients`: its hooks, and the state since the last `optimizer.step()`."""
+    """The handle of `release_gradients`: its hooks, and the state since the last `optimizer.step()`.
+
+    keeps_on_host: True if it also keeps parameters in host memory (`overcoat.stream`).
+    """
 
     handles: list[Any]
+    keeps_on_host = False
 
     def __init__(self, model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
         check_release(model, optimizer, batch_bytes)
@@ -143,8 +147,24 @@ class GradientRelease:
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
         for index, number, param in numbered(optimizer):
             if param.requires_grad:
-                self.handles.append(param.register_post_accumulate_grad_hook(self._hook(number, index)))
+                self.handles.append(
+                    self.leaf_of(param).register_post_accumulate_grad_hook(self._hook(number, index, param))
+                )
         optimizer.release = self
+
+    # ---- what `overcoat.stream` does otherwise --------------------------------------------------------
+
+    def leaf_of(self, param: Tensor) -> Tensor:
+        """Return the tensor that autograd accumulates a parameter's gradient in."""
+        return param
+
+    def device_of(self, param: Tensor) -> Optional[torch.device]:
+        """Return the device that steps a parameter of host memory; None for all others."""
+        return None
+
+    def stepped_on_device(self, params: list[Tensor]) -> Optional[list[Tensor]]:
+        """Return the copies on the device that are stepped in place of parameters of host memory; None for others."""
+        return None
 
     def remove(self) -> None:
         """Remove the hooks: `optimizer.step()` does the whole step again."""
@@ -228,20 +248,21 @@ class GradientRelease:
                 "bfloat16, which needs no scaling, or call handle.remove()"
             )
 
-    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, number: int, index: int, param: Tensor) -> Callable[[Tensor], None]:
         # Weak references: Python's garbage collector does not see a parameter's hooks, so through them model, optimizer
         # and this object would never be freed. The model's forward hook and the optimizer own this object.
-        reference = weakref.ref(self)
+        reference, of = weakref.ref(self), weakref.ref(param)
 
-        def take(param: Tensor) -> None:
-            release = reference()
-            if release is not None:
-                release._take(number, index, param)
+        def take(leaf: Tensor) -> None:
+            release, owner = reference(), of()
+            if release is not None and owner is not None:
+                release._take(number, index, owner, release._taken(index, owner, leaf))
 
         return take
 
-    def _take(self, number: int, index: int, param: Tensor) -> None:
-        grad, param.grad = param.grad, None
+    def _taken(self, index: int, param: Tensor, leaf: Tensor) -> Tensor:
+        """Return a parameter's gradient, and forget it where autograd has left it."""
+        grad, leaf.grad = leaf.grad, None
         if grad is None:
             raise ValueError(
                 f"release_gradients: the gradient of {self.names[id(param)]!r} is gone: its steps are released for two "
@@ -255,6 +276,9 @@ class GradientRelease:
                 "was one pass: segments under reentrant checkpointing share this weight; use_reentrant=False)"
             )
         self.taken.add(index)
+        return grad
+
+    def _take(self, number: int, index: int, param: Tensor, grad: Tensor) -> None:
         device = grad.device
         in_backward = torch._C._current_graph_task_id() != -1
         batch = self.batches.get(device)
@@ -294,11 +318,14 @@ class GradientRelease:
             stream.wait_stream(last)
         self.streams[device] = stream
 
-    def _step(self, entries: list[tuple[int, int, Tensor, Tensor]]) -> None:
-        """Step every parameter of a batch; skip only those whose gradient is not finite."""
+    def _begin(self) -> None:
         if not self.has_begun:
             self.optimizer.begin_step()
             self.has_begun = True
+
+    def _step(self, entries: list[tuple[int, int, Tensor, Tensor]]) -> None:
+        """Step every parameter of a batch; skip only those whose gradient is not finite."""
+        self._begin()
         kinds: dict[Any, list[tuple[int, Tensor, Tensor]]] = {}
         for number, index, param, grad in entries:
             kinds.setdefault((number, *kind_of(param, grad)), []).append((index, param, grad))

@@ -20,7 +20,7 @@ import math
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from overcoat.optim.sharding import (
     state_shape,
     wrap_state,
 )
-from overcoat.pinned_memory import host_buffer, packed
+from overcoat.pinned_memory import alias, host_buffer, packed
 from overcoat.recipe import GROUP_SIZES
 
 # Options of a parameter group, except lr. The first three define the layout and codes of a state.
@@ -91,40 +91,52 @@ def _make_fields(shape: tuple[int, ...], moments: tuple[str, ...], master: str, 
     return {name: field for name, field in fields.items() if present.get(name, True)}
 
 
-def init_state(param: Tensor, group: Mapping[str, Any], offload: bool = False) -> dict[str, Tensor]:
+class Home(NamedTuple):
+    """Where a parameter is stepped, and where its state is kept.
+
+    device: of the step and of the step count. on_host: True if the rest is in host memory, page-locked if `device` is a
+    GPU.
+    """
+
+    device: torch.device
+    on_host: bool = False
+
+    def of(self, name: str) -> torch.device:
+        """Return the device of one tensor of the state."""
+        return torch.device("cpu") if self.on_host and name != "step" else self.device
+
+
+def init_state(param: Tensor, group: Mapping[str, Any], home: Optional[Home] = None) -> dict[str, Tensor]:
     """Return the state before the first step: both moments zero, the master equal to the parameter."""
-    state = {}
+    home, state = home or Home(param.device), {}
     for name, field in state_fields(param, group).items():
         dtype = torch.uint8 if field.dtype.itemsize == 1 else field.dtype  # `fill_` does not support 8-bit floats
-        device = _home(name, param, offload)
-        value = torch.full(state_shape(param, field.shape), field.fill, dtype=dtype, device=device)
+        value = torch.full(state_shape(param, field.shape), field.fill, dtype=dtype, device=home.of(name))
         state[name] = wrap_state(param, value.view(field.dtype), field.shape)
-    return _in_host_buffer(state, param) if offload else state
+    return _in_host_buffer(state, home) if home.on_host else state
 
 
-def restore_state(saved: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> dict[str, Tensor]:
+def restore_state(saved: Mapping[str, Tensor], param: Tensor, home: Optional[Home] = None) -> dict[str, Tensor]:
     """Copy a saved state, laid out as the parameter, without a change of dtypes or bits."""
-    state = {name: place_state(param, value, _home(name, param, offload)) for name, value in saved.items()}
-    return _in_host_buffer(state, param) if offload else state
+    home = home or Home(param.device)
+    state = {name: place_state(param, value, home.of(name)) for name, value in saved.items()}
+    return _in_host_buffer(state, home) if home.on_host else state
 
 
-def is_elsewhere(state: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> bool:
-    """True if a state is not on its parameter's device, or with offload not in page-locked host memory."""
-    if any(local(value).device != _home(name, param, offload) for name, value in state.items()):
+def is_elsewhere(state: Mapping[str, Tensor], home: Home) -> bool:
+    """True if a state is not at home: on another device, or in host memory that is not page-locked."""
+    if any(local(value).device != home.of(name) for name, value in state.items()):
         return True
     value = local(state["exp_avg"])
-    return offload and param.is_cuda and value.numel() > 0 and not value.is_pinned()
+    return home.on_host and home.device.type == "cuda" and value.numel() > 0 and not value.is_pinned()
 
 
-def _home(name: str, param: Tensor, offload: bool) -> torch.device:
-    return torch.device("cpu") if offload and name != "step" else param.device
-
-
-def _in_host_buffer(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """Move all but the step count to one host buffer, page-locked if `param` is on a GPU."""
+def _in_host_buffer(state: dict[str, Tensor], home: Home) -> dict[str, Tensor]:
+    """Move all but the step count to one host buffer, page-locked if the step runs on a GPU."""
     names = [name for name in state if name != "step"]
     offsets, size = packed([local(state[name]).nbytes for name in names])
-    buffer = host_buffer(size, param.is_cuda, "the optimizer's states", "AdamW without offload")
+    is_cuda = home.device.type == "cuda"
+    buffer = host_buffer(size, is_cuda, "the optimizer's states", "a GPU with more memory, without offload or stream")
     moved = dict(state)
     for name, offset in zip(names, offsets, strict=True):
         value = local(state[name])
@@ -135,7 +147,7 @@ def _in_host_buffer(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor
 
 
 def bytes_to_offload(param: Tensor, group: Mapping[str, Any]) -> int:
-    """Return the bytes of one parameter's state in this process' host memory with offload, padding included."""
+    """Return the bytes of one parameter's state if kept in this process' host memory, padding included."""
     fields = state_fields(param, group)
     sizes = [
         math.prod(state_shape(param, field.shape)) * field.dtype.itemsize
@@ -319,6 +331,7 @@ def match_saved(
 
 def make_plain(optimizer: Any, saved: dict[str, Any]) -> None:
     """Make a state dict's states plain dictionaries (hook of `state_dict`); with offload copies, not the live states.
+    Streamed parameters' are the live ones, without the memory for a copy.
 
     Groups whose states other optimizers would mistake for plain moments are marked (`CODES`).
     """
@@ -327,7 +340,12 @@ def make_plain(optimizer: Any, saved: dict[str, Any]) -> None:
             group["betas"] = (*group["betas"], CODES)
     for index, state in saved["state"].items():
         if isinstance(state, dict):
-            saved["state"][index] = {
-                name: rewrap(of, local(of.detach()).clone()) if optimizer.offload and isinstance(of, Tensor) else of
-                for name, of in state.items()
-            }
+            saved["state"][index] = {name: _saved(of, optimizer) for name, of in state.items()}
+
+
+def _saved(value: Any, optimizer: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if optimizer.release is not None and optimizer.release.keeps_on_host and value.device.type == "cpu":
+        return alias(value)
+    return rewrap(value, local(value.detach()).clone()) if optimizer.offload else value

@@ -66,14 +66,10 @@ class StepGroup:
         places = {param: place for place, param in enumerate(optimizer.state)}
         self.places = [places[param] for param in params]
         self.sharded, self.whole = isinstance(params[0], DTensor), is_whole(params[0])
-        own = [local(param) for param in params]
-        # The tensors that are stepped: this process' rows, or buffers for whole vectors and for tensors that are not
-        # contiguous. Buffers are filled before every step, not here: gathering needs all processes, which need not
-        # build their step groups at the same time.
-        self.buffers = {i: buffer_for(params[i]) for i, of in enumerate(own) if self.whole or not of.is_contiguous()}
+        self.buffers: dict[int, Tensor] = {}
         size = int(group["group_size"])
         self.tensors = StepTensors(
-            params=[self.buffers.get(i, of) for i, of in enumerate(own)],
+            params=self._stepped(),
             states={},
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[
@@ -89,6 +85,19 @@ class StepGroup:
             self.gradients = Gradients([param.numel() for param in self.tensors.params], self.device)
             self.counters = Counters([state["step"] for state in self.states()])
         self._prepare()
+
+    def _stepped(self) -> list[Tensor]:
+        """Return the tensors that are stepped: this process' rows, or buffers for whole vectors and for tensors that
+        are not contiguous.
+
+        Buffers are filled before every step, not here: gathering needs all processes, which need not build their step
+        groups at the same time.
+        """
+        own = [local(param) for param in self.params]
+        self.buffers = {
+            i: buffer_for(self.params[i]) for i, of in enumerate(own) if self.whole or not of.is_contiguous()
+        }
+        return [self.buffers.get(i, of) for i, of in enumerate(own)]
 
     def _prepare(self) -> None:
         if self.on_kernel:

@@ -11,6 +11,7 @@ from torch import nn
 from overcoat import AdamW, release_gradients
 from overcoat.formats.moments import MOMENT_CODES
 from overcoat.optim.state import (
+    Home,
     check_state,
     init_state,
     restore_state,
@@ -41,7 +42,8 @@ def test_a_new_state_has_the_fields_and_their_first_values(moments, shape):
 def test_offload_keeps_all_but_the_step_count_in_host_memory():
     param, saved = torch.zeros(4, 200, device="meta"), init_state(torch.zeros(4, 200), options())
     for offload, elsewhere in ((False, "meta"), (True, "cpu")):
-        for state in (init_state(param, options(), offload), restore_state(saved, param, offload)):
+        home = Home(param.device, offload)
+        for state in (init_state(param, options(), home), restore_state(saved, param, home)):
             assert state["step"].device.type == "meta"
             assert {value.device.type for name, value in state.items() if name != "step"} == {elsewhere}
 

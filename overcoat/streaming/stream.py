@@ -1,0 +1,467 @@
+"""`stream`: train a model whose layers do not fit on the GPU, with the bits of the resident run.
+
+    overcoat.convert(model)                                   # in host memory: from_pretrained without .cuda()
+    optimizer = overcoat.AdamW(model.parameters(), lr=2e-5)
+    overcoat.stream(model, optimizer)                         # this line
+    for batch in batches:
+        model(**batch).loss.backward()                        # the weights move here
+        optimizer.step()
+
+The FP8 weights of converted layers, their moments and remainders live in page-locked host memory; all else (embedding,
+head, norms, biases, adapters) on the GPU. A `Parameter` stays the same object, and its data are the host's.
+
+    codes      [layer 1][layer 2] ...                  [layer 1][layer 0]               1 byte a weight
+    compute    [layer 0][layer 1][layer 2] ...  [layer 2 bwd][layer 1 bwd][layer 0 bwd]
+    in                                       [weights, states of 2][of 1] ...           5 bytes a weight
+    update                                                    [step of 2][of 1] ...
+    out                                                            [weights, states, codes of 2] ...
+
+Codes go to two slots, in turn, one layer ahead. When the gradients of a stack of weights are there, its step runs on a
+stream of its own, as released gradients' (`GradientRelease`): weights to one of two buffers, states through the
+optimizer's staging buffers, the step, new codes, all back. The backward goes on meanwhile; gradients of the last
+`BACKLOG` layers wait for their step. Events order the streams, and memory that several of them use is allocated once or
+freed after an event: the host waits for nothing.
+
+In `eval()` weights travel in 16 bits, for the original forward. Read weights through `state_dict()` or
+`save_pretrained`, which wait for the last copies, or after `synchronize()` of the handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from overcoat.distributed.fp8_all_gather import fp8_stacks
+from overcoat.kernels.gemm import has_float8_tensor_cores
+from overcoat.models.decoder import Fp8DecoderLayer, checked_now
+from overcoat.models.lora import base_of
+from overcoat.models.masks import cache_of
+from overcoat.optim.adamw import AdamW
+from overcoat.optim.release import BATCH_BYTES, GradientRelease
+from overcoat.optim.release_checks import check_release, numbered
+from overcoat.streaming.layers import Layer, Stack
+
+# Slots of codes, and buffers of weights that are stepped: one is filled or emptied while the other is read.
+SLOTS = 2
+# Layers whose gradients may wait for their step while the backward goes on.
+BACKLOG = 1
+
+
+def stream(model: nn.Module, optimizer: AdamW, *, device: Optional[torch.device | str] = None) -> Stream:
+    """Keep the FP8 weights of converted layers, and their optimizer states, in host memory, and step them in the
+    backward.
+
+    Losses, weights and states are those of `overcoat.release_gradients`, bit for bit, which this includes: the same is
+    refused (accumulation, clipping by the norm of all gradients, GradScaler).
+
+    Args:
+        model: converted; on the GPU, or better in host memory, from where what is not streamed moves to the GPU.
+        optimizer: an `overcoat.AdamW` of its parameters, or of some (adapters, say).
+        device: that computes; None: the model's, or if it is in host memory the current GPU, or else the CPU.
+
+    Returns:
+        the handle: `str` of it says what is streamed; `remove()` moves all to the device.
+
+    Raises:
+        ValueError: the arguments cannot work together; nothing has been changed.
+    """
+    return Stream(model, optimizer, _device_of(model, device))
+
+
+def _device_of(model: nn.Module, device: Optional[torch.device | str]) -> torch.device:
+    found = next((param.device for param in model.parameters() if param.is_cuda), None)
+    chosen = torch.device(device or found or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+class Buffer:
+    """Device memory for the weights of a stack while it is stepped.
+
+    freed: CUDA event after the last copy out of it; codes: of the last stack, which that copy may be reading.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.freed: Any = None
+        self.codes: Optional[Tensor] = None
+
+
+class Stream(GradientRelease):
+    """The handle of `stream`: a `GradientRelease` that also holds the streamed layers, their slots and CUDA streams.
+
+    left: why weights of converted layers stay on the device, by their names.
+    """
+
+    keeps_on_host = True
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, device: torch.device) -> None:
+        check_release(model, optimizer, BATCH_BYTES)
+        self.device, self.left = device, dict[str, str]()
+        self.layers = self._choose(model)
+        self._check(model, optimizer)
+        self.stacks = [stack for layer in self.layers for stack in layer.stacks]
+        self.owners = {id(param): stack for stack in self.stacks for param in stack.params}
+        self._move(model, optimizer)
+        self._allocate()
+        super().__init__(model, optimizer, BATCH_BYTES)
+        for _, _, param in numbered(optimizer):
+            if (stack := self.owners.get(id(param))) is not None:
+                stack.awaited += param.requires_grad
+        for layer in self.layers:
+            self._encode_changed(layer)
+            module, number = layer.module, layer.number
+            self.handles += [
+                module.register_forward_pre_hook(functools.partial(self._enter, number), with_kwargs=True),
+                module.register_forward_hook(functools.partial(self._leave, number), always_call=True),
+                module.register_state_dict_pre_hook(self._before_reading),
+                module.register_load_state_dict_pre_hook(self._before_reading),
+            ]
+
+    def __str__(self) -> str:
+        size = sum(stack.bytes + stack.code_bytes for stack in self.stacks)
+        lines = [f"{name} stays on {self.device}: {reason}" for name, reason in self.left.items()]
+        what = f"{len(self.owners)} weights of {len(self.layers)} layers, {size / 2**30:.2f} GiB with their codes"
+        return "\n".join([*lines, f"{what}, are streamed from host memory"])
+
+    # ---- setting up -----------------------------------------------------------------------------------
+
+    def _choose(self, model: nn.Module) -> list[Layer]:
+        """Return the layers whose weights can be streamed."""
+        layers: list[Layer] = []
+        shared = _shared(model)
+        for path, module in model.named_modules():
+            if not isinstance(module, Fp8DecoderLayer):
+                continue
+            names = {id(each): f"{path}.{name}.weight".removeprefix(".") for name, each in module.named_modules()}
+            stacks = []
+            for modules, reason in fp8_stacks(module, functools.partial(_rows, shared)):
+                own = [names[id(base_of(each))] for each in modules]
+                if reason is None:
+                    stacks.append(Stack(modules, own, module.overcoat_recipe.linear_scaling))
+                else:
+                    self.left.update(dict.fromkeys(own, reason))
+            if stacks:
+                layers.append(Layer(len(layers), path, module, stacks))
+        return layers
+
+    def _check(self, model: nn.Module, optimizer: AdamW) -> None:
+        if not self.layers:
+            reasons = "; ".join(dict.fromkeys(self.left.values())) or "no layer trains in FP8: overcoat.convert it"
+            raise ValueError(f"overcoat.stream: no weight of {type(model).__name__} can be streamed: {reasons}")
+        if any(isinstance(param, DTensor) for param in model.parameters()):
+            raise ValueError("overcoat.stream: this model is sharded by fully_shard: stream on one GPU, or shard alone")
+        if any(layer.module.overcoat_mode is not None for layer in self.layers):
+            raise ValueError("overcoat.stream: compiled layers cannot wait for copies: set train.compile = 'none'")
+        if self.device.type == "cuda" and not has_float8_tensor_cores(self.device):
+            raise ValueError(f"overcoat.stream: {torch.cuda.get_device_name(self.device)} has no FP8 tensor cores")
+        stepped = {id(param) for _, _, param in numbered(optimizer)}
+        for stack in (stack for layer in self.layers for stack in layer.stacks):
+            for param, name in zip(stack.params, stack.names, strict=True):
+                if param.requires_grad and id(param) not in stepped:
+                    raise ValueError(f"overcoat.stream: {name} is trained, but not in the optimizer: freeze it")
+
+    def _move(self, model: nn.Module, optimizer: AdamW) -> None:
+        """Move the streamed weights to page-locked host memory, all else to the device."""
+        optimizer.forget_staging()
+        page_locked = self.device.type == "cuda"
+        for layer in self.layers:
+            layer.allocate_codes(page_locked)
+            for stack in layer.stacks:
+                stack.move_to_host(page_locked)
+        for layer in self.layers:
+            layer.hide(True)
+        try:
+            model.to(self.device)
+        finally:
+            for layer in self.layers:
+                layer.hide(False)
+
+    def _allocate(self) -> None:
+        """Allocate the device memory that all layers use in turn, and make the stand-ins for the weights."""
+        is_cuda = self.device.type == "cuda"
+        self.lanes: dict[str, Any] = {
+            name: torch.cuda.Stream(self.device) if is_cuda else None for name in ("codes", "in", "update", "out")
+        }
+        largest = max(stack.bytes for stack in self.stacks)
+        self.buffers = [Buffer(self._device_memory(largest)) for _ in range(SLOTS)]
+        self.slots = [self._device_memory(max(layer.bytes for layer in self.layers)) for _ in range(SLOTS)]
+        self.wide: list[Tensor] = []  # slots of 16-bit weights, for `eval()`
+        self.holders: list[Any] = [None] * SLOTS  # the layer in each slot, and True if in 16 bits
+        for place, stack in enumerate(self.stacks):
+            stack.place = place % SLOTS
+        for layer in self.layers:
+            for stack, codes in zip(layer.stacks, layer.codes_of(self.slots[layer.number % SLOTS]), strict=True):
+                stack.stand_in(codes)
+        # Since the last backward began:
+        self.task = -1  # autograd's number of it
+        self.held: list[Tensor] = []  # gradients of the layer that is being stepped
+        self.pending: deque[tuple[Any, list[Tensor]]] = deque()  # of those before it, and the event after their step
+
+    def _device_memory(self, size: int) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        for lane in self.lanes.values():
+            if lane is not None:
+                lane.wait_stream(torch.cuda.current_stream(self.device))
+                memory.record_stream(lane)
+        return memory
+
+    # ---- CUDA streams ---------------------------------------------------------------------------------
+
+    def _now(self) -> Any:
+        """Return an event of the current stream; None on a CPU."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def _wait(self, event: Any) -> None:
+        """Make the current stream wait for an event, if any."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    @contextlib.contextmanager
+    def _on(self, lane: str, *events: Any) -> Iterator[None]:
+        """Run on a stream, after events."""
+        if self.lanes[lane] is None:
+            yield
+            return
+        with torch.cuda.stream(self.lanes[lane]):
+            for event in events:
+                self._wait(event)
+            yield
+
+    def synchronize(self) -> None:
+        """Wait until all weights and states are in host memory."""
+        for lane in ("update", "out"):
+            if self.lanes[lane] is not None:
+                self.lanes[lane].synchronize()
+        self.optimizer.wait_for_offload()
+
+    # ---- codes come to the device ---------------------------------------------------------------------
+
+    def _fetch(self, layer: Layer, wide: bool = False) -> None:
+        """Begin to copy a layer's codes, or `wide` its weights, to its slot, unless they are there.
+
+        The copy waits for all that has been launched so far: whoever has read the slot's last layer.
+        """
+        place = layer.number % SLOTS
+        if not wide:
+            self._encode_changed(layer)
+        if self.holders[place] == (layer, wide):
+            return
+        self.holders[place] = (layer, wide)
+        with self._on("codes", self._now(), *[stack.written for stack in layer.stacks]):
+            if wide:
+                for stack, target in zip(layer.stacks, layer.wide_of(self.wide[place]), strict=True):
+                    target.copy_(stack.host, non_blocking=True)
+            else:
+                self.slots[place][: layer.bytes].copy_(layer.codes, non_blocking=True)
+            layer.arrived = self._now()
+
+    def _encode_changed(self, layer: Layer) -> None:
+        """Make codes of weights that were loaded, merged or otherwise changed on the host."""
+        for stack in layer.stacks:
+            if (versions := stack.versions()) != stack.seen:
+                stack.seen = versions
+                with self._on("update", self._now()), torch.no_grad(), self._on_device(layer, stack, False):
+                    pass
+
+    @contextlib.contextmanager
+    def _on_device(self, layer: Layer, stack: Stack, is_stepped: bool) -> Iterator[None]:
+        """Provide a stack's weights on the device to the current stream; then encode them, and copy the codes and if
+        `is_stepped` the weights to the host."""
+        buffer = self.buffers[stack.place]
+        whole = buffer.memory[: stack.bytes]
+        with self._on("in", buffer.freed, stack.written):
+            whole.copy_(stack.host, non_blocking=True)
+            arrived = self._now()
+        self._wait(arrived)
+        yield
+        buffer.codes = None  # the copy of the last ones has ended, as `arrived` has
+        buffer.codes = codes = stack.encode(stack.weights_in(whole))
+        place = layer.stacks.index(stack)
+        with self._on("out", self._now()):
+            layer.codes_of(layer.codes)[place].copy_(codes, non_blocking=True)
+            if is_stepped:
+                stack.host.copy_(whole, non_blocking=True)
+            buffer.freed = stack.written = self._now()
+        if self.holders[layer.number % SLOTS] == (layer, False):
+            self.holders[layer.number % SLOTS] = None
+
+    # ---- the forward ----------------------------------------------------------------------------------
+
+    def _enter(self, number: int, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Let a layer's modules read the device's copies of their weights, and begin to copy the next layer's."""
+        if not self.handles:  # the hook of a copied model
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "overcoat.stream: a streamed layer cannot run again inside the backward: turn gradient checkpointing "
+                'off, and use Recipe(checkpoint="block")'
+            )
+        layer, wide = self.layers[number], not self._runs_in_fp8(module, args, kwargs)
+        for stack in layer.stacks:
+            stack.check()
+        self._make_wide(wide)
+        self._fetch(layer, wide)
+        self._wait(layer.arrived)
+        layer.put(layer.weights_in(self.wide[number % SLOTS]) if wide else layer.leaves())
+        is_last = number == len(self.layers) - 1
+        if not (is_last and torch.is_grad_enabled()):  # else its backward is next
+            following = self.layers[0 if is_last else number + 1]
+            if following.number % SLOTS != number % SLOTS:
+                self._fetch(following, wide)
+
+    def _runs_in_fp8(self, module: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """True if a layer will compute in FP8. ValueError: it would train in 16 bits."""
+        given = {**dict(zip(module.overcoat_arguments, args[1:], strict=False)), **kwargs}
+        reason = "compiled layers cannot wait for copies" if module.overcoat_mode is not None else None
+        if module.training or module.overcoat_eval:
+            cached = "a key/value cache was asked for" if cache_of(given) is not None else None
+            if (reason := reason or cached or checked_now(module).reason) is None:
+                return True
+        if module.training and torch.is_grad_enabled():
+            name = next(layer.name for layer in self.layers if layer.module is module)
+            raise ValueError(f"overcoat.stream: {name} would train in its original precision: {reason}")
+        return False
+
+    def _make_wide(self, wide: bool) -> None:
+        """Allocate slots of 16-bit weights while layers run their original forward, and free them afterwards."""
+        if wide and not self.wide:
+            size = max(layer.wide_bytes for layer in self.layers)
+            self.wide = [self._device_memory(size) for _ in range(SLOTS)]
+        elif self.wide and not wide:
+            self.wide = []
+        if bool(self.wide) != any(of_wide for _, of_wide in filter(None, self.holders)):
+            self.holders = [None] * SLOTS
+
+    def _leave(self, number: int, module: nn.Module, args: Any, result: Any) -> None:
+        """Give a layer's modules their parameters back, and prepare its backward."""
+        if not self.handles:
+            return
+        layer = self.layers[number]
+        is_fp8 = layer.is_put_in_fp8()
+        layer.put(None)
+        y = result[0] if isinstance(result, tuple) else result
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.register_hook(functools.partial(self._before_backward, number) if is_fp8 else _refuse_backward)
+
+    # ---- the backward ---------------------------------------------------------------------------------
+
+    def _before_backward(self, number: int, _gradient: Tensor) -> None:
+        """Wait for a layer's codes and for the step of older gradients, and begin to copy the next layer's codes."""
+        if self.task != torch._C._current_graph_task_id():
+            self.task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        self._bound_gradients(BACKLOG)
+        self._fetch(self.layers[number])
+        self._wait(self.layers[number].arrived)
+        if number:
+            self._fetch(self.layers[number - 1])
+
+    def _bound_gradients(self, most: int) -> None:
+        """Free gradients after their step, except those of the last `most` layers; the current stream waits for it."""
+        if self.held:
+            with self._on("update"):
+                stepped = self._now()
+            self.pending.append((stepped, self.held))
+            self.held = []
+        while len(self.pending) > most:
+            self._wait(self.pending.popleft()[0])
+
+    def _take(self, number: int, index: int, param: Tensor, grad: Tensor) -> None:
+        stack = self.owners.get(id(param))
+        if stack is None:
+            return super()._take(number, index, param, grad)
+        self.parts.complete(param)
+        stack.entries.append((number, index, param, grad))
+        if len(stack.entries) == stack.awaited:
+            self._step_stack(stack)
+
+    def _step_stack(self, stack: Stack) -> None:
+        """Step a stack's weights on the stream of updates."""
+        entries, stack.entries = stack.entries, []
+        self.held += [grad for *_, grad in entries]
+        self._begin()
+        self.optimizer.constants(self.device)  # made on this stream, which all others follow
+        layer = next(layer for layer in self.layers if stack in layer.stacks)
+        with self._on("update", self._now()), torch.no_grad(), self._on_device(layer, stack, True):
+            self._step(entries)
+
+    def _finish_backward(self) -> None:
+        for stack in self.stacks:
+            if stack.entries:  # of weights that were frozen since
+                self._step_stack(stack)
+        super()._finish_backward()
+        self._bound_gradients(0)
+        if self.task != -1:  # the forward is next
+            self.task = -1
+            for layer in self.layers[:SLOTS]:
+                self._fetch(layer)
+
+    # ---- what the optimizer asks ----------------------------------------------------------------------
+
+    def leaf_of(self, param: Tensor) -> Tensor:
+        stack = self.owners.get(id(param))
+        return param if stack is None else stack.leaves[stack.place_of(param)]
+
+    def device_of(self, param: Tensor) -> Optional[torch.device]:
+        return self.device if id(param) in self.owners else None
+
+    def stepped_on_device(self, params: list[Tensor]) -> Optional[list[Tensor]]:
+        stack = self.owners.get(id(params[0]))
+        if stack is None:
+            return None
+        copies = stack.weights_in(self.buffers[stack.place].memory)
+        return [copies[stack.place_of(param)] for param in params]
+
+    def drop_pending(self) -> None:
+        super().drop_pending()
+        for stack in self.stacks:
+            stack.entries = []
+        self._bound_gradients(0)
+
+    def remove(self) -> None:
+        """Move weights back to the device and remove the hooks: `optimizer.step()` does the whole step again."""
+        if not self.handles:
+            return
+        super().remove()
+        self.synchronize()
+        for stack in self.stacks:
+            for param in stack.params:
+                param.data = param.data.to(self.device, copy=True)
+        self.owners, self.stacks, self.layers = {}, [], []
+
+    def _before_reading(self, *_: Any) -> None:
+        if self.handles:
+            self.synchronize()
+
+
+def _refuse_backward(_gradient: Tensor) -> None:
+    raise ValueError(
+        "overcoat.stream: a streamed layer that ran in eval() has no backward, since its weights have left the device: "
+        "call train(), or use torch.no_grad() to evaluate"
+    )
+
+
+def _shared(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that several modules have."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for param in filter(None.__ne__, module._parameters.values()):
+            (shared if id(param) in seen else seen).add(id(param))
+    return shared
+
+
+def _rows(shared: set[int], module: Any) -> tuple[int, int] | str:
+    """Return the rows of a module's weight and 1, or why it cannot be streamed (`fp8_stacks`)."""
+    if id(module.weight) in shared:
+        return "another module has the same weight"
+    return len(module.weight), 1
