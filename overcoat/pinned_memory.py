@@ -6,11 +6,13 @@ pages takes a few tenths of a second per gigabyte.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
@@ -18,12 +20,27 @@ from torch import Tensor
 
 # Tensors in a packed buffer begin at multiples of this many bytes, so that kernels can load vectors.
 ALIGNMENT = 16
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def packed(sizes: list[int]) -> tuple[list[int], int]:
     """Return aligned offsets of consecutive byte strings of the given sizes, and the bytes of all."""
     *offsets, total = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     return offsets, total
+
+
+def bytes_free() -> int:
+    """Return the bytes of host memory that can still be allocated; 0 if unknown."""
+    try:
+        named = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(named["MemAvailable"].split()[0]) << 10
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit
+            most, now = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+            cached = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())["inactive_file"]
+            free = min(free, most - now + int(cached))
+    except (OSError, ValueError, KeyError):
+        return 0
+    return free
 
 
 class _PageLocked(mmap.mmap):

@@ -155,7 +155,22 @@ def _rows(linear: Linear) -> list[Tensor]:
 
 
 def _stacked(rows: list[Tensor], transposed: bool) -> Tensor:
-    return rows[0] if len(rows) == 1 and not transposed else stack_codes(rows, transposed)
+    if transposed or not (len(rows) == 1 or _adjoin(rows)):
+        return stack_codes(rows, transposed)
+    count, columns = sum([len(each) for each in rows]), rows[0].shape[1]
+    return rows[0] if len(rows) == 1 else rows[0].as_strided((count, columns), (columns, 1))
+
+
+def _adjoin(rows: list[Tensor]) -> bool:
+    """True if matrices follow one another in memory, as those of a streamed layer do."""
+    if torch.compiler.is_compiling():
+        return False
+    first, place = rows[0].untyped_storage()._cdata, rows[0].storage_offset()
+    for each in rows:
+        if each.untyped_storage()._cdata != first or each.storage_offset() != place or not each.is_contiguous():
+            return False
+        place += each.numel()
+    return True
 
 
 def gathered_blocks(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:

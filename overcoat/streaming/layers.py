@@ -21,6 +21,7 @@ from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.weights import block_stack_weights, numbers_of, quantize_operands
 from overcoat.models.lora import base_of
 from overcoat.pinned_memory import alias, host_buffer, packed
+from overcoat.streaming.load import set_data
 
 INSTEAD = "a smaller model, or a host with more memory"
 
@@ -60,7 +61,7 @@ class Stack:
         for param, own in zip(self.params, self.weights_in(self.host), strict=True):
             if not param.is_meta:
                 own.copy_(param.detach())
-            param.data = alias(own)
+            set_data(param, alias(own))
         self.addresses = [param.data_ptr() for param in self.params]
 
     def weights_in(self, memory: Tensor) -> list[Tensor]:

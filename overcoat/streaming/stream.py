@@ -32,6 +32,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -46,7 +47,10 @@ from overcoat.models.masks import cache_of
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.release import BATCH_BYTES, GradientRelease
 from overcoat.optim.release_checks import check_release, numbered
+from overcoat.optim.state import bytes_to_offload
+from overcoat.pinned_memory import bytes_free
 from overcoat.streaming.layers import Layer, Stack
+from overcoat.streaming.load import Source
 
 # Slots of codes, and buffers of weights that are stepped: one is filled or emptied while the other is read.
 SLOTS = 2
@@ -54,7 +58,13 @@ SLOTS = 2
 BACKLOG = 1
 
 
-def stream(model: nn.Module, optimizer: AdamW, *, device: Optional[torch.device | str] = None) -> Stream:
+def stream(
+    model: nn.Module,
+    optimizer: AdamW,
+    *,
+    device: Optional[torch.device | str] = None,
+    weights: Optional[str | Path] = None,
+) -> Stream:
     """Keep the FP8 weights of converted layers, and their optimizer states, in host memory, and step them in the
     backward.
 
@@ -65,14 +75,18 @@ def stream(model: nn.Module, optimizer: AdamW, *, device: Optional[torch.device 
         model: converted; on the GPU, or better in host memory, from where what is not streamed moves to the GPU.
         optimizer: an `overcoat.AdamW` of its parameters, or of some (adapters, say).
         device: that computes; None: the model's, or if it is in host memory the current GPU, or else the CPU.
+        weights: of a transformers model on the meta device, which then never exists twice, nor as a whole on the GPU:
+            a folder with safetensors under the model's own names, or "random" for the model's own initialization,
+            drawn on `device`.
 
     Returns:
         the handle: `str` of it says what is streamed; `remove()` moves all to the device.
 
     Raises:
-        ValueError: the arguments cannot work together; nothing has been changed.
+        ValueError: the arguments cannot work together, or the host has too little memory; nothing has been changed.
+        RuntimeError: the system does not let this process lock so much memory.
     """
-    return Stream(model, optimizer, _device_of(model, device))
+    return Stream(model, optimizer, _device_of(model, device), weights)
 
 
 def _device_of(model: nn.Module, device: Optional[torch.device | str]) -> torch.device:
@@ -103,15 +117,20 @@ class Stream(GradientRelease):
 
     keeps_on_host = True
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: AdamW, device: torch.device, weights: Optional[str | Path] = None
+    ) -> None:
         check_release(model, optimizer, BATCH_BYTES)
         self.device, self.left = device, dict[str, str]()
         self.layers = self._choose(model)
-        self._check(model, optimizer)
         self.stacks = [stack for layer in self.layers for stack in layer.stacks]
+        self._check(model, optimizer)
+        source = Source(model, weights)
         self.owners = {id(param): stack for stack in self.stacks for param in stack.params}
-        self._move(model, optimizer)
+        self._check_host(optimizer)
+        optimizer.forget_staging()
         self._allocate()
+        self._move(model, source)
         super().__init__(model, optimizer, BATCH_BYTES)
         for _, _, param in numbered(optimizer):
             if (stack := self.owners.get(id(param))) is not None:
@@ -164,22 +183,41 @@ class Stream(GradientRelease):
         if self.device.type == "cuda" and not has_float8_tensor_cores(self.device):
             raise ValueError(f"overcoat.stream: {torch.cuda.get_device_name(self.device)} has no FP8 tensor cores")
         stepped = {id(param) for _, _, param in numbered(optimizer)}
-        for stack in (stack for layer in self.layers for stack in layer.stacks):
+        for stack in self.stacks:
             for param, name in zip(stack.params, stack.names, strict=True):
                 if param.requires_grad and id(param) not in stepped:
                     raise ValueError(f"overcoat.stream: {name} is trained, but not in the optimizer: freeze it")
 
-    def _move(self, model: nn.Module, optimizer: AdamW) -> None:
+    def _check_host(self, optimizer: AdamW) -> None:
+        """Raise ValueError if the host has too little memory."""
+        groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        params = [param for stack in self.stacks for param in stack.params]
+        stepped = [param for param in params if param.requires_grad]
+        needs = {
+            "weights": sum(stack.bytes for stack in self.stacks if stack.params[0].device.type != "cpu"),
+            "FP8 codes": sum(layer.bytes for layer in self.layers),
+            "optimizer states": sum(bytes_to_offload(param, groups[id(param)]) for param in stepped),
+        }
+        needed, free = sum(needs.values()), bytes_free()
+        if free and needed > free:
+            listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needs.items())
+            raise ValueError(
+                f"overcoat.stream needs {needed / 2**30:.1f} GiB more host memory ({listed}), and {free / 2**30:.1f} "
+                "GiB are free, of the host or within the container's limit: add memory, or train a smaller model"
+            )
+
+    def _move(self, model: nn.Module, source: Source) -> None:
         """Move the streamed weights to page-locked host memory, all else to the device."""
-        optimizer.forget_staging()
         page_locked = self.device.type == "cuda"
         for layer in self.layers:
             layer.allocate_codes(page_locked)
             for stack in layer.stacks:
                 stack.move_to_host(page_locked)
+                source.fill_stack(stack, self.buffers[0].memory[: stack.bytes])
         for layer in self.layers:
             layer.hide(True)
         try:
+            source.fill_rest(self.device)
             model.to(self.device)
         finally:
             for layer in self.layers:
@@ -373,7 +411,9 @@ class Stream(GradientRelease):
             self.pending.append((stepped, self.held))
             self.held = []
         while len(self.pending) > most:
-            self._wait(self.pending.popleft()[0])
+            stepped, gradients = self.pending.popleft()
+            self._wait(stepped)
+            del gradients  # whoever gets their memory writes after that
 
     def _take(self, number: int, index: int, param: Tensor, grad: Tensor) -> None:
         stack = self.owners.get(id(param))

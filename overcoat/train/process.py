@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from overcoat.extras import check_environment, is_worker, number_in_environment
+from overcoat.pinned_memory import bytes_free
 from overcoat.train.config import require
 
 T = TypeVar("T")
@@ -35,7 +35,6 @@ SECONDS_TO_ANSWER = 300.0  # to a signal, for a process that waits for another; 
 # What ends a run after a checkpoint. Slurm sends SIGUSR1 before a time limit or pre-emption (--signal=USR1@300).
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 CPU = torch.device("cpu")
-CGROUP = Path("/sys/fs/cgroup")
 SECONDS_FOR_THE_CAUSE = 3.0  # that the first failing process and the launcher get to report
 
 
@@ -282,16 +281,7 @@ def memory_of(device: torch.device) -> int:
 
 def host_bytes_free() -> int:
     """Return the bytes of host memory that each process on this machine can still allocate; 0 if unknown."""
-    try:
-        named = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(named["MemAvailable"].split()[0]) << 10
-        with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit
-            most, now = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-            cached = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())["inactive_file"]
-            free = min(free, most - now + int(cached))
-    except (OSError, ValueError, KeyError):
-        return 0
-    return free // number_in_environment("LOCAL_WORLD_SIZE", 1, 1)
+    return bytes_free() // number_in_environment("LOCAL_WORLD_SIZE", 1, 1)
 
 
 class StopRequest:

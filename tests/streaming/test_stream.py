@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import overcoat
 from overcoat import Recipe
 from overcoat.block.linear import GatheredWeight
+from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.optim import harness
 from tests.waits import waiting_is_an_error
@@ -43,13 +44,13 @@ def make(case: str, device: Any, streamed: bool, seed: int = 0, layers: int = 3,
     return (model, *prepare(model, recipe, device, streamed, **options))
 
 
-def prepare(model: Any, recipe: Recipe, device: Any, streamed: bool, **options: Any) -> Any:
+def prepare(model: Any, recipe: Recipe, device: Any, streamed: bool, source: Any = None, **options: Any) -> Any:
     if not streamed:
         model.to(device)
     overcoat.convert(model, recipe)
     optimizer = overcoat.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
     if streamed:
-        return optimizer, overcoat.stream(model, optimizer, device=device)
+        return optimizer, overcoat.stream(model, optimizer, device=device, **(source or {}))
     return optimizer, overcoat.release_gradients(model, optimizer)
 
 
@@ -256,6 +257,60 @@ def test_handle_and_model_are_freed():
     del model, optimizer, handle
     gc.collect()
     assert [each() for each in gone] == [None, None]
+
+
+# ---- loading ---------------------------------------------------------------------------------------------
+
+
+def on_meta(kind: str = "llama", **fields: Any) -> Any:
+    config = make_model(kind, layers=2, **(fields or SMALL)).config
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_read_into_their_place(tied, tmp_path, device):
+    fields = {**SMALL, "tie_word_embeddings": tied}
+    make_model("qwen3", layers=2, **fields).save_pretrained(tmp_path, max_shard_size="200KB")
+    resident = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    streamed = on_meta("qwen3", **fields)
+    runs = []
+    for model, way in ((resident, False), (streamed, True)):
+        before = list(map(id, model.parameters()))
+        more = {"weights": tmp_path} if way else {}
+        runs.append((model, *prepare(model, Recipe(), device, way, more)))
+        assert list(map(id, model.parameters())) == before
+    assert_same_run(*runs, device)
+
+
+def test_random_weights_are_drawn_by_the_model(device):
+    model = on_meta()
+    torch.manual_seed(3)
+    optimizer, handle = prepare(model, Recipe(), device, True, {"weights": "random"})
+    assert all(abs(param.float().std().item() / 0.02 - 1) < 0.1 for param in streamed_weights(handle))
+    assert all((norm.weight == 1).all() for name, norm in model.named_modules() if name.endswith("norm"))
+    expected = type(model.model.rotary_emb)(model.config).inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), expected)
+    losses = train(model, optimizer, device, 2)
+    assert all(5 < loss < 8 for loss in losses)
+
+
+def test_a_small_host_is_told_before_anything_moves(monkeypatch):
+    monkeypatch.setattr(streaming, "bytes_free", lambda: 2**20)
+    model = make_model("llama", layers=2, **SMALL)
+    places = [param.data_ptr() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"needs 0\.0 GiB more host memory \(weights .* are free"):
+        prepare(model, Recipe(), "cpu", True)
+    assert [param.data_ptr() for param in model.parameters()] == places
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"), [(None, "say where they come from"), ("nowhere", "has neither"), ("random", "leave out")]
+)
+def test_weights_must_come_from_somewhere(weights, words):
+    model = make_model("llama", layers=2, **SMALL) if weights == "random" else on_meta()
+    with pytest.raises(ValueError, match=words):
+        prepare(model, Recipe(), "cpu", True, {"weights": weights})
 
 
 # ---- what is refused -------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Weights of a model on the meta device: random ones, or those of a checkpoint folder, tensor by tensor.
+
+The GPU holds one stack of layers' weights at a time, and the host each weight once, in its page-locked buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from overcoat.extras import load_extra
+
+RANDOM = "random"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def set_data(param: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter other memory; it stays the same object, also if it is on the meta device."""
+    if param.is_meta:
+        torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
+    else:
+        param.data = data
+
+
+class Checkpoint:
+    """Tensors of the safetensors files of a folder, by their names; mapped, and read one by one."""
+
+    def __init__(self, folder: str | Path, names: Iterable[str]) -> None:
+        self.folder = Path(folder)
+        self.places = self._places()
+        if missing := [name for name in names if name not in self.places]:
+            raise ValueError(
+                f"overcoat.stream: {self.folder} does not hold {missing[0]} and {len(missing) - 1} more by these "
+                "names: load the model with from_pretrained in host memory, and leave weights= out"
+            )
+
+    def _places(self) -> dict[str, str]:
+        safetensors = load_extra("safetensors", "hf", "reading weights")
+        if (self.folder / INDEX).is_file():
+            found: dict[str, str] = json.loads((self.folder / INDEX).read_text())["weight_map"]
+            return found
+        if not (self.folder / SINGLE).is_file():
+            raise ValueError(f"overcoat.stream: weights={str(self.folder)!r} has neither {INDEX} nor {SINGLE}")
+        with safetensors.safe_open(self.folder / SINGLE, "pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+
+    def read(self, name: str, target: Tensor) -> None:
+        """Copy a tensor, in the target's dtype."""
+        safetensors = load_extra("safetensors", "hf", "reading weights")
+        with safetensors.safe_open(self.folder / self.places[name], "pt") as file:
+            found = file.get_tensor(name)
+        if found.shape != target.shape:
+            shapes = f"{tuple(found.shape)}, not {tuple(target.shape)}"
+            raise ValueError(f"overcoat.stream: {name} of {self.folder} is {shapes}")
+        target.copy_(found)
+
+
+class Source:
+    """Where the weights of a model on the meta device come from; `weights`: a folder, or "random"."""
+
+    def __init__(self, model: Any, weights: Optional[str | Path]) -> None:
+        self.model = model
+        self.is_meta = any(param.is_meta for param in model.parameters())
+        if self.is_meta != (weights is not None):
+            what = "has no weights: say where they come from, in" if self.is_meta else "has weights: leave out"
+            raise ValueError(f'overcoat.stream: {type(model).__name__} {what} weights="random", or a folder')
+        if self.is_meta and not hasattr(model, "_init_weights"):
+            raise ValueError("overcoat.stream: only a transformers model can be filled from the meta device")
+        self.names = {id(tensor): name for name, tensor in _tensors(model)}
+        is_folder = weights is not None and weights != RANDOM
+        self.checkpoint = Checkpoint(str(weights), self.names.values()) if is_folder else None
+
+    @torch.no_grad()
+    def fill_stack(self, stack: Any, on_device: Tensor) -> None:
+        """Fill the weights of a stack in host memory; on_device: memory for them, in which random ones are drawn."""
+        if not self.is_meta:
+            return
+        for module, param, target in zip(stack.modules, stack.params, stack.weights_in(on_device), strict=True):
+            if self.checkpoint is not None:
+                self.checkpoint.read(self.names[id(param)], param)
+                continue
+            host = param.data
+            param.data = target
+            self.model._init_weights(module)
+            param.data = host
+        if self.checkpoint is None:
+            stack.host.copy_(on_device)
+
+    @torch.no_grad()
+    def fill_rest(self, device: torch.device) -> None:
+        """Make and fill all that is still on the meta device, there; streamed weights are hidden."""
+        for module in self.model.modules() if self.is_meta else ():
+            made: list[tuple[str, Tensor]] = []
+            for param in filter(None.__ne__, module._parameters.values()):
+                if param.is_meta:
+                    set_data(param, torch.empty(param.shape, dtype=param.dtype, device=device))
+                    made.append((self.names[id(param)], param))
+            buffers = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
+            for name, each in buffers.items():
+                own = module._buffers[name] = torch.empty(each.shape, dtype=each.dtype, device=device)
+                made += [(self.names[id(each)], own)] if id(each) in self.names else []
+            if buffers or (made and self.checkpoint is None):
+                self.model._init_weights(module)
+            if self.checkpoint is not None:
+                for name, own in made:
+                    self.checkpoint.read(name, own)
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers, tied ones under their first name."""
+    yield from model.named_parameters()
+    kept = model.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
