@@ -167,20 +167,21 @@ OURS_8BIT = "overcoat 8bit, bf16+8"
 
 class Trainer(NamedTuple):
     """A contestant: how its layers run, its optimizer (one of `OPTIMIZERS`), whether gradients are released to it,
-    whether its weights travel in FP8 between GPUs."""
+    whether its weights travel in FP8 between GPUs, whether its layers are streamed from host memory."""
 
     engine: Engine
     optimizer: str = OURS_8BIT
     released: bool = False
     fp8_all_gather: bool = False
+    streamed: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
         return self.engine.needs + OPTIMIZERS[self.optimizer].needs
 
     def prepare(self, model: Any, sharded: bool = False) -> tuple[Callable[[dict[str, Any]], Tensor], Any]:
-        """Change the model, on the GPU; (its inputs, labels among them -> loss), optimizer. sharded: by FSDP2 over the
-        process group, layer by layer."""
+        """Change the model, on the GPU, or on the meta device if it is streamed; (its inputs, labels among them ->
+        loss), optimizer. sharded: by FSDP2 over the process group, layer by layer."""
         layers = list(decoder_layers(model))
         context = self.engine.change(model)
         if self.engine.compile:
@@ -197,16 +198,20 @@ class Trainer(NamedTuple):
 
             # All weights' maxima in one all-reduce, instead of one each.
             optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
-        if self.released and isinstance(optimizer, overcoat.AdamW):
+        if self.streamed:
+            is_meta = any(each.is_meta for each in model.parameters())
+            overcoat.stream(model, optimizer, weights="random" if is_meta else None)
+        elif self.released and isinstance(optimizer, overcoat.AdamW):
             overcoat.release_gradients(model, optimizer)
         elif self.released:
             importlib.import_module("flashoptim").enable_gradient_release(model, optimizer)
         return forward, optimizer
 
 
-# How `trainer_of` knows a recipe, and what may follow it: gradients released, CUDA graphs, weights in BF16 alone.
+# How `trainer_of` knows a recipe, and what may follow it: gradients released, CUDA graphs, weights in BF16 alone,
+# layers streamed.
 CUSTOM = "overcoat recipe "
-WAYS = ("", ", released", ", graphs", ", graphs, released", ", bf16 w.", ", bf16 w., graphs")
+WAYS = ("", ", released", ", graphs", ", graphs, released", ", bf16 w.", ", bf16 w., graphs", ", streamed")
 OURS, LEANEST = ENGINES["overcoat"], ENGINES["overcoat leanest"]
 TORCH, FLASH = "torch fused BF16", "FlashAdamW 24-bit"
 TORCHAO = ENGINES["torchao tensorwise, compile"]
@@ -221,6 +226,7 @@ TRAINERS = {
     "overcoat compile, released": Trainer(ENGINES["overcoat compile"], released=True),
     "overcoat leanest, released": Trainer(LEANEST, released=True),
     "overcoat leanest, bf16 w., released": Trainer(LEANEST, "overcoat 8bit, bf16", released=True),
+    "overcoat leanest, streamed": Trainer(LEANEST, streamed=True),
     "overcoat leanest, offload, released": Trainer(LEANEST, "overcoat 8bit, bf16+8, offload", released=True),
     "bf16 eager, torch AdamW": Trainer(BF16, TORCH),
     "bf16 compile, torch AdamW": Trainer(ENGINES["bf16 compile"], TORCH),
@@ -244,7 +250,8 @@ def trainer_of(name: str) -> Trainer:
     if "".join(f", {way}" for way in ways) not in WAYS:
         raise ValueError(f"{name!r} ends in none of {', '.join(map(repr, WAYS))}")
     engine = overcoat_engine(parse_recipe(recipe.split()), **(AS_GRAPHS if "graphs" in ways else {}))
-    return Trainer(engine, "overcoat 8bit, bf16" if "bf16 w." in ways else OURS_8BIT, "released" in ways)
+    optimizer = "overcoat 8bit, bf16" if "bf16 w." in ways else OURS_8BIT
+    return Trainer(engine, optimizer, "released" in ways, streamed="streamed" in ways)
 
 
 def loss_function(model: Any, context: Context) -> Callable[[dict[str, Any]], Tensor]:

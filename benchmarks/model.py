@@ -14,6 +14,8 @@
 Random tokens, fresh in every step. First all at one batch; with `--best` each also at larger ones, doubled until memory
 is out or doubling brings less than 1%, then bisected.
 
+"streamed": layers' weights and optimizer states in host memory (`overcoat.stream`), made there.
+
 `--gpus N`: FSDP2 over N GPUs, as many rows on each; tokens/s and TFLOP/s are of one GPU, kept and peak of the fullest.
 """
 
@@ -110,7 +112,7 @@ class Training:
 
     def __init__(self, name: str, work: Work, device: str = "cuda") -> None:
         self.trainer, self.work = trainer_of(name), work
-        self.model = build_model(work.model, torch.bfloat16, device)
+        self.model = build_model(work.model, torch.bfloat16, "meta" if self.trainer.streamed else device)
         if work.freeze_tower:
             freeze_tower(self.model)
         text = self.model.config.get_text_config()
@@ -259,7 +261,9 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
     added = [CUSTOM + " ".join(parsed.recipe) + way for way in WAYS] if parsed.recipe else []
     trainers = {name: trainer_of(name) for name in [*TRAINERS, *added]}
     # A graph would hold parameters where one gathering had put them; one GPU alone gathers nothing.
-    able = [name for name, t in trainers.items() if not (t.engine.graphs if parsed.gpus else t.fp8_all_gather)]
+    able = [
+        name for name, t in trainers.items() if not (t.engine.graphs or t.streamed if parsed.gpus else t.fp8_all_gather)
+    ]
     equal = [at(parsed.batch, name) for name in able if matches(name, parsed.only)]
     if parsed.best:
         session.table(f"{label}, other batches")

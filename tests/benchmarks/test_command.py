@@ -78,7 +78,7 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     added = "overcoat recipe default offload_blocks=2"
     leanest = "overcoat leanest, offload, released"
     assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, *(added + way for way in WAYS)]
-    assert [row.get("tower") for row in rows] == 8 * ["frozen"] + 8 * [None]
+    assert [row.get("tower") for row in rows] == 9 * ["frozen"] + 9 * [None]
 
 
 ON_CPU = ("paper", "turns", "scores", "pretrained")

@@ -101,7 +101,7 @@ def test_steps_move_every_weight_and_release_where_the_name_says(name: str, kind
     ids = torch.randperm(320)[None]  # every token, so that every row of the embedding moves
     loss = forward({"input_ids": ids, "labels": ids})
     loss.backward()
-    assert all(p.grad is None for p in model.parameters()) is ("released" in name)
+    assert all(p.grad is None for p in model.parameters()) is ("released" in name or "streamed" in name)
     optimizer.step()
     assert loss.isfinite()
     for key, p in model.named_parameters():
@@ -122,6 +122,7 @@ def test_a_recipe_is_a_contestant() -> None:
     for way in WAYS:
         trainer = trainer_of(name + way)
         assert (trainer.engine.graphs, trainer.released) == ("graphs" in way, "released" in way)
+        assert trainer.streamed == ("streamed" in way)
         assert (trainer.optimizer == "overcoat 8bit, bf16") == ("bf16 w." in way)
     model = build_model(SMALL, torch.bfloat16, "cpu")
     trainer_of(name).prepare(model)

@@ -184,13 +184,17 @@ def test_the_peak_of_graphs_counts_what_recording_them_allocates() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["overcoat", "overcoat graphs", "overcoat leanest, released", "bf16 compile, torch AdamW"]
-)
+    "name",
+    [
+        "overcoat", "overcoat graphs", "overcoat leanest, released", "overcoat leanest, streamed",
+        "bf16 compile, torch AdamW",
+    ],
+)  # fmt: skip
 def test_a_tiny_run_measures_speed_and_memory(name: str) -> None:
     figures = measure(name, Work(Model("LlamaConfig", sizes(512, 1024, 2, 4, 4, 1024)), 2, 256), 2)
     assert figures["kept_bytes"] > 0
     assert figures["tokens_per_second"] == pytest.approx(2 * 256 / figures["ms"] * 1e3)
-    assert figures["reserved_bytes"] >= figures["peak_bytes"] > 2 * figures["parameters"]
+    assert figures["reserved_bytes"] >= figures["peak_bytes"] > 2 * figures["parameters"] * ("streamed" not in name)
     assert 0 < figures["loss"] < 20
 
 
