@@ -77,7 +77,7 @@ def _checkpointed(config: Config, plan: BatchPlan) -> list[BatchPlan]:
 def next_leaner(config: Config, plan: BatchPlan) -> BatchPlan | None:
     """Return the plan to try after `plan` ran out of memory, as `train.on_oom` says; None if nothing is left."""
     fewer = [plan._replace(micro_batch=size) for size in divisors(rows_of_process(config)) if size < plan.micro_batch]
-    if config.optimizer.release_gradients:
+    if config.releases_gradients:
         fewer = []  # they cannot accumulate
     lean = _checkpointed(config, plan)
     ways = {"smaller_batch": [*fewer, *lean], "leaner_recipe": [*lean, *fewer], "error": []}[config.train.on_oom]

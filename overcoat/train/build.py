@@ -56,7 +56,7 @@ def check_config(config: Config) -> None:
         kind = load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
         check_not_quantized(kind, config.model.name)
     else:
-        check_builds(config.model, device, make_recipe(config.recipe))
+        check_builds(config.model, CPU if config.train.stream else device, make_recipe(config.recipe))
 
 
 def build_model(config: Config, tokenizer: Any | None, device: torch.device = CPU) -> Any:
@@ -109,8 +109,9 @@ def check_weights(model: nn.Module, where: str) -> None:
     named = [(name, local(each)) for name, each in model.named_parameters()]
     named = [(name, each) for name, each in named if each.is_floating_point() and each.itemsize > 1 and each.numel()]
     if named:
+        place = named[-1][1].device  # the head's: streamed weights are on the host
         # One tensor is read at once, and the host waits once.
-        largest = [torch.linalg.vector_norm(each.detach(), ord=math.inf).float() for _, each in named]
+        largest = [torch.linalg.vector_norm(each.detach(), ord=math.inf).float().to(place) for _, each in named]
         finite = torch.isfinite(torch.stack(largest)).tolist()
     wrong = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite] if named else []
     everywhere = gather(wrong)  # filled in the first process
@@ -282,7 +283,7 @@ def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Reci
     needed = sum(parameter.nbytes for parameter in made.parameters())
     require(
         needed <= known,
-        f"[model.config] makes a model whose weights alone take {needed / 2**30:.1f} GiB, and train.device has "
+        f"[model.config] makes a model whose weights alone take {needed / 2**30:.1f} GiB, and {device.type} has "
         f"{known / 2**30:.1f} GiB of memory: make it smaller",
     )
 

@@ -17,6 +17,7 @@ MOST_TOKENS = 2**30  # in one optimizer step: the host holds all its rows, 8 byt
 LEAST_VOCABULARY = 257  # of a byte-level BPE: 256 bytes and the end of text
 # Options that compiled layers ignore, and options that CUDA graphs would get wrong.
 NOT_COMPILED = {
+    "train.stream": "compiled layers cannot wait for their weights",
     "recipe.offload_blocks": "compiled layers keep everything on the GPU",
     "memory.report": "it measures, and predicts, layers that are not compiled",
     "train.fp8_every": "operands inside of compiled layers are not seen",
@@ -73,7 +74,8 @@ def _combined(config: Config) -> list[Row]:
     model, data, train, optimizer, schedule, tokenizer, lora = (
         config.model, config.data, config.train, config.optimizer, config.schedule, config.tokenizer, config.lora,
     )  # fmt: skip
-    is_auto, released, is_named = train.batch_size == "auto", optimizer.release_gradients, bool(model.name)
+    is_auto, released, is_named = train.batch_size == "auto", config.releases_gradients, bool(model.name)
+    key = "train.stream" if train.stream else "optimizer.release_gradients"
     rows, decay = train.rows_per_step, optimizer.lr * optimizer.weight_decay
     unknown = f"does not go with {config.not_estimated}: leave one out"
     both = schedule.warmup_steps + schedule.decay_steps
@@ -123,7 +125,7 @@ def _combined(config: Config) -> list[Row]:
             f"follows from train.batch_size = 'auto'; leave it out: {wants_rows}",
         ),
         (
-            "optimizer.release_gradients",
+            key,
             bool(released and optimizer.clip),
             f"no moment has all gradients to clip at {optimizer.clip}: set optimizer.clip to 0",
         ),
@@ -141,14 +143,14 @@ def _combined(config: Config) -> list[Row]:
         (
             "train.accumulation",
             released and train.accumulation > 1,
-            "optimizer.release_gradients moves the weights in the first backward pass, and cannot accumulate: set it "
-            "to 1, or raise train.batch_size",
+            f"{key} moves the weights in the first backward pass, and cannot accumulate: set it to 1, or raise "
+            "train.batch_size",
         ),
         (
             "train.batch_size",
             released and is_auto,
-            "accumulates what does not fit at once, which optimizer.release_gradients cannot: set it to a number "
-            "(overcoat estimate knows the largest)",
+            f"accumulates what does not fit at once, which {key} cannot: set it to a number (overcoat estimate knows "
+            "the largest)",
         ),
         (
             "data.sequence_length",

@@ -23,7 +23,7 @@ from overcoat.extras import reason
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
     "train.on_oom", "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir",
-    "data.on_lost",
+    "data.on_lost", "train.stream",
     "checkpoint.", "eval.every", "eval.tasks", "lora.merge", "memory.", "sample.", "compare.", "parallel.shard",
     "parallel.nodes", "parallel.context",
 )  # fmt: skip
@@ -211,6 +211,9 @@ class TrainConfig:
     compile: Literal["none", "layers", "graphs"] = option(
         "none", '"layers": torch.compile of decoder layers; "graphs": and CUDA graphs (small models or batches)'
     )
+    stream: bool = option(
+        False, "layers' weights and states in host memory, a layer on the GPU; needs clip=0, no accumulation"
+    )
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
     log_every: int = option(10, "steps between logged losses", at_least=1)
     fp8_every: int = option(0, "steps between samples of how FP8 operands use their range; 0: none", at_least=0)
@@ -291,11 +294,17 @@ class Config:
     compare: CompareConfig = field(default_factory=CompareConfig)
 
     @property
+    def releases_gradients(self) -> bool:
+        """True if each parameter is stepped inside the backward."""
+        return self.optimizer.release_gradients or self.train.stream
+
+    @property
     def not_estimated(self) -> str:
         """Return the first option in use that the memory estimate does not cover, "" if there is none."""
         unknown = {"lora.rank": self.lora.rank, "data.images": self.data.images, "model.freeze": self.model.freeze}
         unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
         unknown |= {"parallel.context": self.parallel.context > 1 and self.parallel.context}
+        unknown |= {"train.stream": self.train.stream}
         return next(
             (f"{key} = {value!r}, which the estimate does not know" for key, value in unknown.items() if value), ""
         )

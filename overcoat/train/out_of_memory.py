@@ -2,8 +2,9 @@
 
     forward, backward   no weight has changed: drop the gradients, restore the generators, and take the same rows again
                         with the next leaner plan (`batch_plan.py`, `train.on_oom`)
-    released gradients  `optimizer.release_gradients` changes weights inside the backward; after that the step cannot be
-                        repeated: LostStepError, and the run continues from its newest checkpoint (`run.py`)
+    released gradients  `optimizer.release_gradients` and `train.stream` change weights inside the backward; after that
+                        the step cannot be repeated: LostStepError, and the run continues from its newest checkpoint
+                        (`run.py`)
     several processes   the others wait inside the step for the failed one: RestartError, and the launcher restarts all
                         of them from the newest checkpoint
     the optimizer       needs the same memory for any batch, and may have changed some weights: DoesNotFitError
@@ -164,7 +165,7 @@ def recorded_plans(config: Config) -> dict[int, BatchPlan]:
     """Return the recorded plans by their first step; {} if the configured one was never changed. With released
     gradients, which cannot accumulate, a plan takes all rows at once."""
     rows = read_metrics(Path(config.train.run_dir) / METRICS)["fit"]
-    whole = rows_of_process(config) if config.optimizer.release_gradients else None
+    whole = rows_of_process(config) if config.releases_gradients else None
     return {step: BatchPlan(whole or row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
 
 

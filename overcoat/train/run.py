@@ -39,7 +39,7 @@ from overcoat.train.build import (
     num_positions,
 )
 from overcoat.train.chat import prompt_ids
-from overcoat.train.config import Config, error_context
+from overcoat.train.config import Config, error_context, require
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.data import PackedRows
@@ -259,19 +259,22 @@ def make_state(
     config: Config, corpus: Corpus, device: torch.device, plan: BatchPlan
 ) -> tuple[TrainState, overcoat.Report]:
     """Return model, optimizer and data at step 0, and the report of `convert`."""
-    recipe = recipe_of(config, plan)
+    recipe, place = recipe_of(config, plan), torch.device("cpu") if config.train.stream else device
     if process.count() > 1:
+        require(not config.train.stream, "train.stream = True: on one GPU alone: start one process, or leave it out")
         model, report = build_sharded(config, corpus.tokenizer, device, recipe)
     else:
-        model = build_model(config, corpus.tokenizer, device)
+        model = build_model(config, corpus.tokenizer, place)
         report = overcoat.convert(model, recipe, strict=True)
     check_tables(model, corpus.num_ids, config)
     stop_at(base_model(model), corpus.stops)
     if config.data.masks_documents and not config.data.images:
-        warn_if_documents_mix(model, corpus.num_ids, device)
+        warn_if_documents_mix(model, corpus.num_ids, place)
     memory.forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
-    if config.optimizer.release_gradients:
+    if config.train.stream:
+        overcoat.stream(model, optimizer, device=device)
+    elif config.optimizer.release_gradients:
         overcoat.release_gradients(model, optimizer)
     if config.train.compile != "none":
         compile_layers(model, graphs=config.train.compile == "graphs")
