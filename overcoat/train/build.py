@@ -281,9 +281,10 @@ def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Reci
         made = transformers.AutoModelForCausalLM.from_config(config, **model_settings(model))
     overcoat.convert(made, recipe, strict=True)
     needed = sum(parameter.nbytes for parameter in made.parameters())
+    where = "the GPU" if device.type == "cuda" else "the host"
     require(
         needed <= known,
-        f"[model.config] makes a model whose weights alone take {needed / 2**30:.1f} GiB, and {device.type} has "
+        f"[model.config] makes a model whose weights alone take {needed / 2**30:.1f} GiB, and {where} has "
         f"{known / 2**30:.1f} GiB of memory: make it smaller",
     )
 

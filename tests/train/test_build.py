@@ -185,7 +185,7 @@ def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
     ("model", "message"),
     [
         ({"num_hidden_layers": 2**31}, r"model\.config\.num_hidden_layers = 2147483648: from 1 to 1000 layers"),
-        ({"hidden_size": 40_000}, r"weights alone take \d+\.\d GiB, and train\.device has 1\.0 GiB of memory"),
+        ({"hidden_size": 40_000}, r"weights alone take \d+\.\d GiB, and the host has 1\.0 GiB of memory"),
         ({"model_type": "gpt2", "n_layer": 10**8}, r"model\.config\.n_layer = 100000000: from 1"),
         ({"num_hidden_layers": 0}, r"model\.config\.num_hidden_layers = 0: from 1"),
     ],
