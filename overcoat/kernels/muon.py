@@ -20,7 +20,7 @@ of one step are the iteration as published. Rounding errors of G grow within a s
 into segments (`segments`), and G is computed anew from x at each.
 
 Singular values are at most 1.3 in every step, so FP16 holds all matrices, with three bits more than BF16 for the same
-time; G is stored times 256, which keeps its small values normal. The result is 4 to 15 times nearer to the exact
+time; G is stored times 256, which keeps its small values normal. The result is 4 to 11 times nearer to the exact
 iteration than torch.optim.Muon's in BF16 (docs/optimizer.md).
 
 Legend: B matrices of one shape, n the smaller and m the larger of its rows and columns; G also the group size.
