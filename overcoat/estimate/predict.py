@@ -157,7 +157,7 @@ class Predictor:
         states = lasting["moments"] + lasting["remainders"]
         weights = sum(each.nbytes for each in model.parameters)
         wider = (setup.torch_reduce_dtype or setup.torch_dtype).itemsize / setup.torch_dtype.itemsize
-        work = sum(flops(*each.shape[-2:], 5) * each.shape[:-2].numel() for each in matrices) / gpus
+        work = sum(flops(each.shape[-2], each.shape[-1], 5) * each.shape[:-2].numel() for each in matrices) / gpus
         sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host, work)
         return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
 

@@ -71,7 +71,8 @@ class Muon(AdamW):
         betas, eps: of AdamW's groups. master, group_size, seed, check_finite, clip_grad_norm: as in `AdamW`.
 
     A group may override any option, and give "splits": numbers of rows, such as those of q, k and v in a fused weight,
-    that are orthogonalized apart. Attributes: as of `AdamW`.
+    that are orthogonalized apart; and "transposed": True if rows are a layer's inputs, so that `scale` counts its
+    columns as rows. Attributes: as of `AdamW`.
 
     Raises:
         ValueError: as `AdamW`; or matrices are given without names and without an "algorithm".
@@ -101,7 +102,8 @@ class Muon(AdamW):
     ) -> None:
         if state not in MOMENTUM:
             raise ValueError(f"state {state!r} must be one of {', '.join(MOMENTUM)}")
-        self._added = {"momentum": momentum, "nesterov": nesterov, "scale": scale, "steps": steps, "splits": None}
+        self._added = {"momentum": momentum, "nesterov": nesterov, "scale": scale, "steps": steps}
+        self._added |= {"splits": None, "transposed": False}
         self._adamw_lr, self._state = adamw_lr, state
         super().__init__(
             params, lr, betas, eps, weight_decay, moments=state, master=master, group_size=group_size, seed=seed,
@@ -194,7 +196,8 @@ def muon_groups(model: nn.Module, *, qkv: str = "split", adamw_weight_decay: flo
         raise ValueError(f"qkv {qkv!r} must be 'split' or 'whole'")
     others, config = _not_hidden(model), _text_config(model)
     experts = {getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
-    matrices: dict[tuple[int, ...], list[Tensor]] = {}
+    matrices: dict[tuple[tuple[int, ...], bool], list[Tensor]] = {}
+    transposed = _transposed(model)
     tables: list[Tensor] = []
     vectors: list[Tensor] = []
     for name, param in model.named_parameters():
@@ -203,12 +206,12 @@ def muon_groups(model: nn.Module, *, qkv: str = "split", adamw_weight_decay: flo
         is_router = param.dim() == 2 and param.shape[0] in experts
         if is_hidden_matrix(name, param) and id(param) not in others and not is_router:
             splits = _qkv_rows(name, param, config) if qkv == "split" else ()
-            matrices.setdefault(splits, []).append(param)
+            matrices.setdefault((splits, id(param) in transposed), []).append(param)
         else:
             (vectors if param.dim() < 2 or name.endswith("bias") else tables).append(param)
     groups: list[dict[str, Any]] = [
-        {"params": params, "algorithm": MUON, **({"splits": splits} if splits else {})}
-        for splits, params in matrices.items()
+        {"params": params, "algorithm": MUON, "splits": splits or None, "transposed": is_transposed}
+        for (splits, is_transposed), params in matrices.items()
     ]
     groups.append({"params": tables, "algorithm": "adamw", "weight_decay": adamw_weight_decay})
     groups.append({"params": vectors, "algorithm": "adamw", "weight_decay": 0.0})
@@ -232,6 +235,12 @@ def _not_hidden(model: nn.Module) -> set[int]:
         module = getattr(model, name, lambda: None)()
         found.append(getattr(module, "weight", None))
     return {id(weight) for weight in found if weight is not None}
+
+
+def _transposed(model: nn.Module) -> set[int]:
+    """Return the ids of weights whose rows are inputs: of transformers' Conv1D and of some of its experts."""
+    modules = [m for m in model.modules() if type(m).__name__ == "Conv1D" or getattr(m, "is_transposed", False) is True]
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -367,7 +376,12 @@ class Round:
     """
 
     def __init__(
-        self, of: Sequence[Sequence[Matrix]], layouts: Sequence[Rows], firsts: Sequence[int], scale: str, mesh: Mesh
+        self,
+        of: Sequence[Sequence[Matrix]],
+        layouts: Sequence[Rows],
+        firsts: Sequence[int],
+        group: Mapping[str, Any],
+        mesh: Mesh,
     ) -> None:
         """layouts: of the parameters' parts in this process; firsts: numbers of their first rows."""
         self.mesh, self.own = mesh, list(of[mesh.rank])
@@ -378,7 +392,7 @@ class Round:
             before = offset
             for matrix in chunk:
                 piece = self._piece(matrix, layouts[matrix.owner], firsts[matrix.owner])
-                part = Part(piece, offset, _ratio(scale, matrix))
+                part = Part(piece, offset, _ratio(group, matrix))
                 self.parts.append(part)
                 offset += part.numel
             self.sent.append(offset - before)
@@ -439,10 +453,11 @@ def round_bytes(matrices: Sequence[Tensor], processes: int = 1) -> int:
     return max(found)
 
 
-def _ratio(scale: str, matrix: Matrix) -> float:
+def _ratio(group: Mapping[str, Any], matrix: Matrix) -> float:
     """Return the factor of the learning rate."""
-    if scale == "spectral":
-        return math.sqrt(max(1.0, matrix.rows / matrix.columns))
+    if group["scale"] == "spectral":
+        ratio = matrix.rows / matrix.columns
+        return math.sqrt(max(1.0, 1 / ratio if group["transposed"] else ratio))
     return 0.2 * math.sqrt(max(matrix.rows, matrix.columns))
 
 
@@ -466,7 +481,7 @@ class MuonStepGroup(StepGroup):
     @staticmethod
     def _shape_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the options that the rounds are made of."""
-        return group["splits"], group["steps"], group["scale"]
+        return group["splits"], group["steps"], group["scale"], group["transposed"]
 
     def holds(self) -> bool:
         return self.shape_options == self._shape_options(self.group) and super().holds()
@@ -489,7 +504,7 @@ class MuonStepGroup(StepGroup):
         layouts = [rows_of(param.shape, int(size)) for param in self.tensors.params]
         firsts = [first_row(param) if mesh.size > 1 else 0 for param in self.params]
         turns = itertools.zip_longest(*hands, fillvalue=())
-        return [Round(of, layouts, firsts, self.group["scale"], mesh) for of in turns]
+        return [Round(of, layouts, firsts, self.group, mesh) for of in turns]
 
     def hyper_of(self, group: Mapping[str, Any]) -> MuonHyper:
         master, size = resolve_master(group["master"], self.dtype), int(group["group_size"])

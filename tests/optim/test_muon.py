@@ -179,12 +179,29 @@ def test_heads_routers_and_fused_weights_of_transformers_models():
     assert sorted(name.split(".")[-2] for name in others) == ["embed_tokens", "gate", "lm_head"]
     config = transformers.Phi3Config(**size, intermediate_size=48, num_key_value_heads=2, pad_token_id=0)
     model = transformers.Phi3ForCausalLM(config)
-    splits = {group.get("splits") for group in muon_groups(model) if group["algorithm"] == "muon"}
+    splits = {group["splits"] for group in muon_groups(model) if group["algorithm"] == "muon"}
     assert splits == {None, (32, 16, 16)}
     assert {group.get("splits") for group in muon_groups(model, qkv="whole")} == {None}
+    config = transformers.GptOssConfig(**size, intermediate_size=48, num_local_experts=4, head_dim=8)
+    model = transformers.GptOssForCausalLM(config)
+    (transposed,) = (group["params"] for group in muon_groups(model) if group.get("transposed"))
+    assert {param.dim() for param in transposed} == {3}
     config = transformers.GPTNeoXConfig(**size, intermediate_size=48)
     with pytest.raises(ValueError, match="qkv='whole'"):
         muon_groups(transformers.GPTNeoXForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("shape", "transposed", "ratio"), [((64, 16), False, 2), ((64, 16), True, 1), ((16, 64), True, 2)]
+)
+def test_spectral_scale_is_by_outputs_over_inputs(shape, transposed, ratio):
+    moved = []
+    for options in ({"transposed": transposed}, {"scale": "match_rms_adamw"}):
+        param = nn.Parameter(torch.zeros(shape))
+        param.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        Muon([{"params": [param], "algorithm": "muon", **options}], **LR).step()
+        moved.append(param.detach())
+    torch.testing.assert_close(moved[0], moved[1] * ratio / (0.2 * 8))
 
 
 def test_splits_are_matrices_of_their_own():
