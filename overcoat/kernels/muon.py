@@ -28,6 +28,7 @@ Legend: B matrices of one shape, n the smaller and m the larger of its rows and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, List, NamedTuple
@@ -405,8 +406,9 @@ def _layout(group_size: int, flat: bool, align: int, skips: bool) -> dict[str, A
 
 # ---- Newton-Schulz: kernels ---------------------------------------------------------------------------------------
 
-# Tiles (rows, columns, inner), warps and stages of a product: for large matrices and for small ones.
-LARGE, SMALL = (128, 256, 64, 8, 3), (64, 64, 64, 4, 3)
+# Tiles (rows, columns, inner), warps and stages of a product, of large matrices and small ones. 4096 x 4096 has 528
+# tiles of 128 x 128 on and below the diagonal: four times an H100's multiprocessors.
+LARGE, SMALL = (128, 128, 64, 4, 3), (64, 64, 64, 4, 3)
 LARGE_FROM = 1024
 # From this n on the products with x, which are not symmetric, are cuBLAS's, one matrix after the other.
 CUBLAS_FROM = 2048
@@ -416,51 +418,56 @@ BAND = 8
 SPAN, BLOCK = 16, 2048
 
 
-@kernel
+@triton.jit
 def _product_kernel(
-    a, b, added, c, tiles, rows, columns, inner,
-    a_batch, a_row, a_inner, b_batch, b_row, b_inner, alpha, beta, gamma,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SYMMETRIC: tl.constexpr, ADDS: tl.constexpr,
-    EVEN: tl.constexpr,
+    a, b, added, c, tiles, rows, columns, inner, alpha, beta, gamma,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """c = alpha a b^T + beta added + gamma I, one tile, FP16; grid (tiles, B).
 
-    a (B, rows, inner), b (B, columns, inner), strides in elements; added, c (B, rows, columns) contiguous.
-    tiles: int32, row | column << 16. SYMMETRIC: tiles on and below the diagonal; values below it are stored twice.
-    EVEN: tiles divide all sizes.
+    a (B, rows, inner), b (B, columns, inner), read by the copy engine, which gives zeros beyond their ends; turned:
+    (B, inner, rows). added, c (B, rows, columns) contiguous. tiles: int32, row | column << 16. SYMMETRIC: tiles on and
+    below the diagonal; values below it are stored twice.
     """
-    tile, batch = tl.load(tiles + tl.program_id(0)), tl.program_id(1).to(tl.int64)
-    row = (tile & 0xFFFF) * BM + tl.arange(0, BM)
-    column = (tile >> 16) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    a_tile = a + batch * a_batch + row.to(tl.int64)[:, None] * a_row + k[None, :] * a_inner
-    b_tile = b + batch * b_batch + column.to(tl.int64)[:, None] * b_row + k[None, :] * b_inner
+    tile, batch = tl.load(tiles + tl.program_id(0)), tl.program_id(1)
+    m, n = (tile & 0xFFFF) * BM, (tile >> 16) * BN
+    row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, inner, BK):
-        if EVEN:
-            x, y = tl.load(a_tile), tl.load(b_tile)
-        else:
-            inside = (start + k < inner)[None, :]
-            x = tl.load(a_tile, inside & (row < rows)[:, None], 0.0)
-            y = tl.load(b_tile, inside & (column < columns)[:, None], 0.0)
-        acc = tl.dot(x, y.T, acc)
-        a_tile += BK * a_inner
-        b_tile += BK * b_inner
+    for k in range(0, inner, BK):
+        x = a.load([batch, k, m]).reshape(BK, BM).T if A_TURNED else a.load([batch, m, k]).reshape(BM, BK)
+        y = b.load([batch, k, n]).reshape(BK, BN) if B_TURNED else b.load([batch, n, k]).reshape(BN, BK).T
+        acc = tl.dot(x, y, acc)
     acc *= alpha
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    c += batch * rows * columns
-    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    first = batch.to(tl.int64) * rows * columns
+    place = first + row.to(tl.int64)[:, None] * columns + column[None, :]
     if ADDS:
-        acc += beta * tl.load(added + batch * rows * columns + place, inside, 0.0).to(tl.float32)
+        acc += beta * tl.load(added + place, inside, 0.0).to(tl.float32)
         acc += tl.where(row[:, None] == column[None, :], gamma, 0.0)
     result = acc.to(tl.float16)
     if SYMMETRIC:
         tl.store(c + place, result, inside & (column[None, :] <= row[:, None]))
-        mirrored = column.to(tl.int64)[:, None] * columns + row[None, :]
+        mirrored = first + column.to(tl.int64)[:, None] * columns + row[None, :]
         inside = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(c + mirrored, tl.trans(result), inside & (column[:, None] < row[None, :]))
     else:
         tl.store(c + place, result, inside)
+
+
+def _described(x: Tensor, rows: int, inner: int) -> tuple[Any, bool]:
+    """Return a descriptor of x (B, rows, inner) in blocks, and True if it lies turned.
+
+    The copy engine takes rows of whole 16 bytes: others are padded.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    turned = x.stride(2) != 1
+    lying = x.mT if turned else x
+    if lying.stride(2) != 1 or lying.shape[2] % 8 or lying.stride(1) % 8 or lying.stride(0) % 8:
+        lying = torch.nn.functional.pad(lying, (0, -lying.shape[2] % 8))
+    block = [1, inner, rows] if turned else [1, rows, inner]
+    return TensorDescriptor.from_tensor(lying, block), turned
 
 
 @kernel
@@ -536,13 +543,13 @@ def product(
     bm, bn, bk, warps, stages = LARGE if min(rows, columns) >= LARGE_FROM else SMALL
     c = torch.empty((count, rows, columns), dtype=a.dtype, device=a.device) if out is None else out
     tiles = _tiles(rows, columns, bm, bn, symmetric, a.device)
-    even = rows % bm == 0 and columns % bn == 0 and inner % bk == 0
-    _product_kernel[(len(tiles), count)](
-        a, b, c if added is None else added, c, tiles, rows, columns, inner,
-        *a.stride(), *b.stride(), float(alpha), float(beta), float(gamma),
-        bm, bn, bk, symmetric, added is not None, even,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    (a_blocks, a_turned), (b_blocks, b_turned) = _described(a, bm, bk), _described(b, bn, bk)
+    with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
+        _product_kernel[(len(tiles), count)](
+            a_blocks, b_blocks, c if added is None else added, c, tiles, rows, columns, inner,
+            float(alpha), float(beta), float(gamma), bm, bn, bk, a_turned, b_turned, symmetric, added is not None,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return c
 
 

@@ -38,6 +38,8 @@ CHANGED = "a number or function of theirs has changed"
 
 
 _converted: weakref.WeakSet[Any] = weakref.WeakSet()
+# What was found, by all that it depends on: layers of one model are alike, and a search takes seconds.
+_found: dict[Any, Optional[Experts]] = {}
 
 
 @torch.compiler.assume_constant_result
@@ -159,12 +161,20 @@ def find_experts(module: Any) -> Optional[Experts]:
     sizes = parameters.w1.shape[1:] + parameters.w2.shape[1:]
     if min(sizes) < NARROW or any(size % MULTIPLE for size in sizes):
         return None
-    with undisturbed():
-        for transposed, gated in _layouts(parameters):
-            found = _verified(module, transposed, gated)
-            if found is not None:
-                return found
-    return None
+    kind = _kind(module, parameters)
+    if kind not in _found:
+        with undisturbed():
+            results = (_verified(module, *layout) for layout in _layouts(parameters))
+            _found[kind] = next((each for each in results if each is not None), None)
+    return _found[kind]
+
+
+def _kind(module: Any, parameters: Weights) -> Any:
+    """Return what decides the result of a search: of modules in a module their types and values, not themselves."""
+    seen = [type(each) if isinstance(each, nn.Module) else each for each in _seen(module)]
+    shapes = [None if each is None else tuple(each.shape) for each in parameters]
+    limits = [_number(module, name) for name in LIMITS]
+    return (original_class(module), *shapes, *limits, *seen)
 
 
 def _layouts(parameters: Weights) -> Iterator[tuple[bool, bool]]:

@@ -201,3 +201,13 @@ def test_twenty_steps_have_the_losses_of_bf16(kind):
     assert losses[0][-1] < 0.8 * losses[0][0], "it has learned nothing"
     plain, ours = map(sum, losses)
     assert abs(ours / plain - 1) < 0.01, losses
+
+
+def test_layers_of_one_kind_are_searched_once(monkeypatch):
+    searched, plain = [], module._verified
+    monkeypatch.setattr(module, "_found", {})
+    monkeypatch.setattr(module, "_verified", lambda *given: searched.append(given) or plain(*given))
+    model = tiny("mixtral")
+    overcoat.convert(model)
+    assert sum(isinstance(each, Fp8Experts) for each in model.modules()) > 1
+    assert len(searched) == 1
