@@ -408,7 +408,7 @@ def _layout(group_size: int, flat: bool, align: int, skips: bool) -> dict[str, A
 
 # Tiles (rows, columns, inner), warps and stages of a product, of large matrices and small ones. 4096 x 4096 has 528
 # tiles of 128 x 128 on and below the diagonal: four times an H100's multiprocessors.
-LARGE, SMALL = (128, 128, 64, 4, 3), (64, 64, 64, 4, 3)
+LARGE, SMALL = (128, 128, 64, 4, 4), (64, 64, 64, 4, 3)
 LARGE_FROM = 1024
 # From this n on the products with x, which are not symmetric, are cuBLAS's, one matrix after the other.
 CUBLAS_FROM = 2048

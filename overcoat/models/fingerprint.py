@@ -33,9 +33,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 VALUES = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 # Attributes of peft's layers that say which adapters its forward adds.
 ADAPTERS = ("_active_adapter", "_disable_adapters")
-# Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
-# the one that forbids the cache (convert.py).
-HARMLESS_HOOKS = ("transformers.utils", "torch.distributed.fsdp", "torch.distributed._composable", "overcoat.models")
+# Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering and
+# ours, the one that forbids the cache (convert.py), what streams a layer's weights.
+OURS = ("overcoat.models", "overcoat.distributed", "overcoat.streaming")
+HARMLESS_HOOKS = ("transformers.utils", "torch.distributed.fsdp", "torch.distributed._composable", *OURS)
 # Whose function modes are harmless.
 LIBRARIES = ("transformers", "torch", "torchtitan", "spmd_types", "kernels", "peft", "overcoat")
 Place = tuple[dict[str, Any], str]

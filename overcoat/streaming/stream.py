@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -139,8 +139,8 @@ class Stream(GradientRelease):
             self._encode_changed(layer)
             module, number = layer.module, layer.number
             self.handles += [
-                module.register_forward_pre_hook(functools.partial(self._enter, number), with_kwargs=True),
-                module.register_forward_hook(functools.partial(self._leave, number), always_call=True),
+                module.register_forward_pre_hook(self._of_layer(self._enter, number), with_kwargs=True),
+                module.register_forward_hook(self._of_layer(self._leave, number), always_call=True),
                 module.register_state_dict_pre_hook(self._before_reading),
                 module.register_load_state_dict_pre_hook(self._before_reading),
             ]
@@ -150,6 +150,11 @@ class Stream(GradientRelease):
         lines = [f"{name} stays on {self.device}: {reason}" for name, reason in self.left.items()]
         what = f"{len(self.owners)} weights of {len(self.layers)} layers, {size / 2**30:.2f} GiB with their codes"
         return "\n".join([*lines, f"{what}, are streamed from host memory"])
+
+    @staticmethod
+    def _of_layer(method: Callable[..., None], number: int) -> Callable[..., None]:
+        """Return a hook of a layer, as a function of this module: `HARMLESS_HOOKS` are known by that."""
+        return lambda *given: method(number, *given)
 
     # ---- setting up -----------------------------------------------------------------------------------
 

@@ -439,4 +439,4 @@ def test_temporary_memory_is_bounded():
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     rounds = 2**24 * 2  # bytes of u in one round
-    assert torch.cuda.max_memory_allocated() - held < 5 * rounds
+    assert torch.cuda.max_memory_allocated() - held < 5.01 * rounds  # and the norms

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import overcoat
 from overcoat import Recipe
 from overcoat.block.linear import GatheredWeight
+from overcoat.models.masks import causal_mask
 from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.optim import harness
@@ -394,6 +395,14 @@ def test_what_cannot_work_later_is_refused(do, words):
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------
+
+
+def test_a_streamed_model_makes_no_mask():
+    """transformers would look for documents in position_ids, and the host wait for them."""
+    model, *_ = make("default", "cpu", True, layers=2)
+    mask = causal_mask(model, {"input_ids": make_batch()["input_ids"]})
+    assert mask is not None
+    assert mask.numel() == 0
 
 
 @pytest.mark.gpu
