@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, List, NamedTuple
 
 import torch
@@ -473,7 +473,7 @@ def _described(x: Tensor, rows: int, inner: int) -> tuple[Any, bool]:
 @kernel
 def _squares_kernel(x, partials, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """partials[matrix, program] = sum of squares of SPAN * BLOCK elements; x (B, size) BF16; grid (programs, B)."""
-    program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    program, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for span in tl.range(SPAN):
         place = (program * SPAN + span) * BLOCK + tl.arange(0, BLOCK)
@@ -497,7 +497,7 @@ def _inverse_norms_kernel(partials, scale, count, EPS: tl.constexpr, BLOCK: tl.c
 @kernel
 def _normalize_kernel(x, result, scale, size, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """result = scale x, FP16, of BF16 x (B, size), possibly in the same memory; grid (programs, B)."""
-    program, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    program, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     factor = tl.load(scale + batch)
     for span in tl.range(SPAN):
         place = (program * SPAN + span) * BLOCK + tl.arange(0, BLOCK)
@@ -518,7 +518,7 @@ def normalize(x: Tensor) -> Tensor:
     return result
 
 
-@lru_cache(maxsize=256)
+@cache  # CUDA graphs keep reading them
 def _tiles(rows: int, columns: int, bm: int, bn: int, symmetric: bool, device: torch.device) -> Tensor:
     """Return the tiles of a product, int32 row | column << 16, in bands of BAND rows."""
     down, across = cdiv(rows, bm), cdiv(columns, bn)

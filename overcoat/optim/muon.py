@@ -46,6 +46,8 @@ MOMENTUM = {"8bit": "sqrt8", "fp8": "e4m3x", "bf16": "bf16", "fp32": "fp32"}
 SCALES = ("spectral", "match_rms_adamw")
 # Elements of a round, unless one matrix has more: of u in BF16 32 MiB.
 ROUND = 2**24
+# Matrices of a round: a launch's grid has at most 65,535 programs along its second axis.
+MOST = 2**15
 # Components of a parameter's name that is no matrix of a hidden layer: embeddings and heads, routers and gates of
 # experts, convolutions.
 _NOT_HIDDEN = re.compile(
@@ -362,7 +364,8 @@ def chunks(matrices: Sequence[Matrix], most: int) -> list[list[Matrix]]:
     found: list[list[Matrix]] = []
     for matrix in sorted(matrices, key=lambda each: (-each.rows * each.columns, each.kind, each)):
         size = matrix.rows * matrix.columns
-        if found and found[-1][0].kind == matrix.kind and (len(found[-1]) + 1) * size <= most:
+        room = found and found[-1][0].kind == matrix.kind and len(found[-1]) < MOST
+        if room and (len(found[-1]) + 1) * size <= most:
             found[-1].append(matrix)
         else:
             found.append([matrix])
