@@ -422,13 +422,13 @@ SPAN, BLOCK = 16, 2048
 def _product_kernel(
     a, b, added, c, tiles, rows, columns, inner, alpha, beta, gamma,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, ADDS: tl.constexpr,
+    SYMMETRIC: tl.constexpr, ADDS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """c = alpha a b^T + beta added + gamma I, one tile, FP16; grid (tiles, B).
 
     a (B, rows, inner), b (B, columns, inner), read by the copy engine, which gives zeros beyond their ends; turned:
     (B, inner, rows). added, c (B, rows, columns) contiguous. tiles: int32, row | column << 16. SYMMETRIC: tiles on and
-    below the diagonal; values below it are stored twice.
+    below the diagonal; those below are stored twice. EVEN: tiles divide rows and columns.
     """
     tile, batch = tl.load(tiles + tl.program_id(0)), tl.program_id(1)
     m, n = (tile & 0xFFFF) * BM, (tile >> 16) * BN
@@ -443,16 +443,15 @@ def _product_kernel(
     first = batch.to(tl.int64) * rows * columns
     place = first + row.to(tl.int64)[:, None] * columns + column[None, :]
     if ADDS:
-        acc += beta * tl.load(added + place, inside, 0.0).to(tl.float32)
+        other = tl.load(added + place, None if EVEN else inside, None if EVEN else 0.0)
+        acc += beta * other.to(tl.float32)
         acc += tl.where(row[:, None] == column[None, :], gamma, 0.0)
     result = acc.to(tl.float16)
-    if SYMMETRIC:
-        tl.store(c + place, result, inside & (column[None, :] <= row[:, None]))
+    tl.store(c + place, result, None if EVEN else inside)
+    if SYMMETRIC and n + BN <= m:  # below the diagonal: not on it
         mirrored = first + column.to(tl.int64)[:, None] * columns + row[None, :]
         inside = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(c + mirrored, tl.trans(result), inside & (column[:, None] < row[None, :]))
-    else:
-        tl.store(c + place, result, inside)
+        tl.store(c + mirrored, tl.trans(result), None if EVEN else inside)
 
 
 def _described(x: Tensor, rows: int, inner: int) -> tuple[Any, bool]:
@@ -536,8 +535,8 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Return alpha a b^T + beta added + gamma I, FP16 (B, rows, columns), contiguous.
 
-    a (B, rows, inner), b (B, columns, inner): FP16, of any strides. symmetric: the result is known to be symmetric;
-    only values on and below the diagonal are computed.
+    a (B, rows, inner), b (B, columns, inner): FP16, of any strides. symmetric: the result is known to be symmetric, up
+    to rounding; only tiles on and below the diagonal are computed.
     """
     (count, rows, inner), columns = a.shape, b.shape[1]
     bm, bn, bk, warps, stages = LARGE if min(rows, columns) >= LARGE_FROM else SMALL
@@ -548,7 +547,7 @@ def product(
         _product_kernel[(len(tiles), count)](
             a_blocks, b_blocks, c if added is None else added, c, tiles, rows, columns, inner,
             float(alpha), float(beta), float(gamma), bm, bn, bk, a_turned, b_turned, symmetric, added is not None,
-            num_warps=warps, num_stages=stages,
+            rows % bm == 0 and columns % bn == 0, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return c
 

@@ -221,6 +221,19 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
+def test_muon_of_two_ends_as_that_of_one_and_resumes_it(config: Config, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    words, folders = ("optimizer.name=muon", "optimizer.lr=1e-3"), [tmp_path / name for name in ("one", "two")]
+    first, second = (changed(config, *words, f"train.run_dir={folder}") for folder in folders)
+    _run(0, first)
+    on_two(_run, "cpu", second)
+    assert_close(folders[1], folders[0])
+    again = tmp_path / "again"
+    start_from(again, folders[0], 2)
+    on_two(_run, "cpu", changed(second, f"train.run_dir={again}"))
+    assert_close(again, folders[0])
+
+
 def _run_ways(rank: int, configs: dict[str, Config]) -> None:
     real, tokenized = StreamedRows.next_rows, []
 
