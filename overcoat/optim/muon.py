@@ -10,7 +10,7 @@ one norm of all gradients. State of a matrix: AdamW's first moment and its remai
 A step group's matrices are worked on in rounds, so that temporary memory does not grow with the model: momentum of a
 round's matrices, Newton-Schulz, weights. Of a sharded parameter (FSDP2) every process holds rows; Newton-Schulz needs
 whole matrices. They are dealt to the processes, balanced by work; in each round every process sends its rows of u to
-the matrices' owners, in one all-to-all, and gets its rows of the result by another:
+the matrices' owners, in one all-to-all, and gets its rows of the result by another, while other rounds compute:
 
     this process' rows: momentum, u -> all-to-all -> whole matrices: Newton-Schulz -> all-to-all -> its rows: weights
 
@@ -23,7 +23,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -412,23 +412,32 @@ class Round:
         width = layout.columns // matrix.columns
         return Piece(matrix.owner, start // width, stop // width, layout)
 
-    def orthogonalize(self, updates: Tensor, steps: int) -> Tensor:
-        """Return the orthogonalized updates of `parts`; `updates` (flat BF16) is overwritten."""
+    def collect(self, updates: Tensor) -> Exchange:
+        """Begin to send this process' rows of u, `updates` (flat BF16), to the matrices' owners."""
         if self.mesh.size == 1:
-            return kernels.orthogonalize(updates.view(self._shape), steps).view(-1)
-        found = _all_to_all(updates, self.received, self.sent, self.mesh.group)
-        if self.own:
-            whole = self._assembled(found)
-            found = self._divided(kernels.orthogonalize(whole, steps))
-        return _all_to_all(found, self.sent, self.received, self.mesh.group)
+            return Exchange(updates, updates, None)
+        return _all_to_all(updates, self.received, self.sent, self.mesh.group)
+
+    def orthogonalize(self, arriving: Exchange, steps: int) -> Exchange:
+        """Orthogonalize this process' matrices, and begin to send the rows of the result, FP16, back."""
+        updates = arriving.wait()
+        updates = self._divided(kernels.orthogonalize(self._assembled(updates), steps)) if self.own else updates.half()
+        if self.mesh.size == 1:
+            return Exchange(updates, updates, None)
+        return _all_to_all(updates, self.sent, self.received, self.mesh.group)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
         return len(self.own), self.own[0].rows, self.own[0].columns
 
+    @property
+    def _is_whole(self) -> bool:
+        """True if the rows of all processes, one after the other, are the matrices."""
+        return self.mesh.size == 1 or len(self.own) == 1
+
     def _assembled(self, received: Tensor) -> Tensor:
         """Return whole matrices from each process' rows of all of them."""
-        if len(self.own) == 1:
+        if self._is_whole:
             return received.view(self._shape)
         whole = received.new_empty(self._shape)
         for (start, stop), rows in zip(self.own[0].bounds, received.split(self.received), strict=True):
@@ -437,7 +446,7 @@ class Round:
 
     def _divided(self, whole: Tensor) -> Tensor:
         """Undo `_assembled`."""
-        if len(self.own) == 1:
+        if self._is_whole:
             return whole.view(-1)
         return torch.cat([whole[:, start:stop].reshape(-1) for start, stop in self.own[0].bounds])
 
@@ -451,7 +460,7 @@ def round_bytes(matrices: Sequence[Tensor], processes: int = 1) -> int:
     found = [0]
     for (rows, columns), count in sizes.items():
         of_round = min(count, max(most // (rows * columns), 1))
-        buffers = 2 if processes == 1 else 4  # u and what it becomes, of this process and as it travels
+        buffers = 2 if processes == 1 else 6  # u and what it becomes, of this process and as it travels
         found.append(2 * of_round * (buffers * rows * columns + 5 * min(rows, columns) ** 2))
     return max(found)
 
@@ -464,12 +473,28 @@ def _ratio(group: Mapping[str, Any], matrix: Matrix) -> float:
     return 0.2 * math.sqrt(max(matrix.rows, matrix.columns))
 
 
-def _all_to_all(sent: Tensor, received: list[int], sizes: list[int], group: Optional[dist.ProcessGroup]) -> Tensor:
-    """Send `sizes` elements of a flat 16-bit tensor to each process, and return the `received` elements of each."""
+class Exchange(NamedTuple):
+    """Rows on their way between processes: what this one gets and what it sends."""
+
+    result: Tensor
+    sent: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """Return the result; on a GPU the current stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def _all_to_all(sent: Tensor, received: list[int], sizes: list[int], group: Optional[dist.ProcessGroup]) -> Exchange:
+    """Begin to send `sizes` elements of a flat 16-bit tensor to each process and to get `received` ones of each."""
     result = sent.new_empty(sum(received))
     taken, given = ([2 * size for size in each] for each in (received, sizes))  # bytes, which gloo sends too
-    dist.all_to_all_single(result.view(torch.uint8), sent.view(torch.uint8), taken, given, group=group)
-    return result
+    work = dist.all_to_all_single(
+        result.view(torch.uint8), sent.view(torch.uint8), taken, given, group=group, async_op=True
+    )
+    return Exchange(result, sent, work)
 
 
 class MuonStepGroup(StepGroup):
@@ -517,12 +542,37 @@ class MuonStepGroup(StepGroup):
     def _buffer(self, round: Round) -> Tensor:
         return torch.empty(round.numel, dtype=torch.bfloat16, device=self.device)
 
+    def _work_through(self, begin: Callable[[int], Tensor], apply: Callable[[int, Tensor], None], steps: int) -> None:
+        """Work on all rounds. begin: computes u of a round; apply: steps the weights by a round's result.
+
+        Of rounds that several processes share, the next one's u and the last one's result travel during Newton-Schulz.
+        """
+        arriving: dict[int, Exchange] = {}
+        leaving: dict[int, Exchange] = {}
+        for number, round in enumerate(self.rounds):
+            ahead = 2 if round.mesh.size > 1 else 1
+            for each in range(number, min(number + ahead, len(self.rounds))):
+                if each not in arriving:
+                    arriving[each] = self.rounds[each].collect(begin(each))
+            leaving[number] = round.orthogonalize(arriving.pop(number), steps)
+            for each in list(leaving):
+                if each < number or ahead == 1:
+                    apply(each, leaving.pop(each).wait())
+        for each, exchange in leaving.items():
+            apply(each, exchange.wait())
+
     def _launch(self, counted: tuple[Tensor, Tensor], factor: Tensor, skip: Tensor, hyper: MuonHyper) -> None:
         addresses, dtype = self.gradients.addresses, self.gradients.dtype
-        for round, passes in zip(self.rounds, self.passes, strict=True):
-            updates = self._buffer(round)
-            passes.momentum(addresses, dtype, updates, counted[0], factor, skip, hyper)
-            passes.apply(round.orthogonalize(updates, hyper.steps), counted, skip, hyper)
+
+        def begin(number: int) -> Tensor:
+            updates = self._buffer(self.rounds[number])
+            self.passes[number].momentum(addresses, dtype, updates, counted[0], factor, skip, hyper)
+            return updates
+
+        def apply(number: int, updates: Tensor) -> None:
+            self.passes[number].apply(updates, counted, skip, hyper)
+
+        self._work_through(begin, apply, hyper.steps)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: MuonHyper) -> None:
         tensors, skipped = self.with_states(), skip.expand(len(self.params)).tolist()
@@ -531,8 +581,14 @@ class MuonStepGroup(StepGroup):
             torch._foreach_add_(counters, 1.0)
         steps = torch.stack(tensors.states["step"])
         coefficients = step_coefficients(steps, lr, *hyper[:4])
-        for round in self.rounds:
-            updates = self._buffer(round).zero_()
-            kernels.reference_momentum(tensors, round.parts, grads, updates, steps, factor, skip, hyper)
-            updates = round.orthogonalize(updates, hyper.steps)
-            kernels.reference_apply(tensors, round.parts, updates, steps, coefficients, skip, hyper)
+
+        def begin(number: int) -> Tensor:
+            updates, parts = self._buffer(self.rounds[number]).zero_(), self.rounds[number].parts
+            kernels.reference_momentum(tensors, parts, grads, updates, steps, factor, skip, hyper)
+            return updates
+
+        def apply(number: int, updates: Tensor) -> None:
+            parts = self.rounds[number].parts
+            kernels.reference_apply(tensors, parts, updates, steps, coefficients, skip, hyper)
+
+        self._work_through(begin, apply, hyper.steps)
