@@ -43,6 +43,8 @@ from overcoat.optim.step import StepGroup
 
 # Code of a matrix's momentum, by the name of the state.
 MOMENTUM = {"8bit": "sqrt8", "fp8": "e4m3x", "bf16": "bf16", "fp32": "fp32"}
+# Codes that a group's "moments" may have: those of a signed moment that need no second one.
+SIGNED = ("e4m3", "e5m2", "de8", "sqrt8", "bf16", "fp32", "e4m3x", "e5m2x", "de8x")
 SCALES = ("spectral", "match_rms_adamw")
 # Elements of a round, unless one matrix has more: of u in BF16 32 MiB.
 ROUND = 2**24
@@ -72,9 +74,9 @@ class Muon(AdamW):
             "match_rms_adamw" 0.2 sqrt(max(rows, columns)), the update's RMS of AdamW.
         betas, eps: of AdamW's groups. master, group_size, seed, check_finite, clip_grad_norm: as in `AdamW`.
 
-    A group may override any option, and give "splits": numbers of rows, such as those of q, k and v in a fused weight,
-    that are orthogonalized apart; and "transposed": True if rows are a layer's inputs, so that `scale` counts its
-    columns as rows. Attributes: as of `AdamW`.
+    A group may override any option but `state`, and give "splits": numbers of rows, such as those of q, k and v in a
+    fused weight, that are orthogonalized apart; and "transposed": True if rows are a layer's inputs, so that `scale`
+    counts its columns as rows. Attributes: as of `AdamW`.
 
     Raises:
         ValueError: as `AdamW`; or matrices are given without names and without an "algorithm".
@@ -121,6 +123,7 @@ class Muon(AdamW):
                 group = {**self._added, **group}
                 group.setdefault("moments", (MOMENTUM[self._state],))
                 check_muon_options(group)
+                check_matrices(group)
             elif group["algorithm"] == "adamw" and "lr" not in group:
                 group["lr"] = self._lr_of_adamw()
             super().add_param_group(group)
@@ -162,9 +165,11 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
 
 def divided(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a parameter group as groups with an "algorithm". ValueError: it has matrices without names."""
-    if "algorithm" in group or isinstance(group["params"], set):  # torch refuses a set
+    if isinstance(group["params"], set):  # torch refuses it
         return [{"algorithm": "adamw", **group}]
     params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    if "algorithm" in group:
+        return [{**group, "params": params}]
     of: dict[str, list[Any]] = {MUON: [], "adamw": []}
     for entry in params:
         name, param = entry if isinstance(entry, tuple) else ("", entry)
@@ -267,8 +272,8 @@ def _qkv_rows(name: str, param: Tensor, config: Any) -> tuple[int, ...]:
 
 
 def check_muon_options(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if an option of a group of matrices is out of range, or a parameter is no matrix."""
-    momentum, steps, splits = group["momentum"], group["steps"], group["splits"]
+    """Raise ValueError if an option of a group of matrices is out of range."""
+    momentum, steps = group["momentum"], group["steps"]
     if not (hasattr(momentum, "__float__") and 0.0 <= momentum < 1.0):
         raise ValueError(f"momentum {momentum!r} must be a number in [0, 1)")
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 20:
@@ -276,10 +281,14 @@ def check_muon_options(group: Mapping[str, Any]) -> None:
     if group["scale"] not in SCALES:
         raise ValueError(f"scale {group['scale']!r} must be one of {', '.join(SCALES)}")
     codes = group["moments"]
-    if len(codes) != 1 or codes[0] not in {*MOMENTUM.values(), *_SIGNED}:
-        raise ValueError(f"moments {codes!r} of a group of matrices must be one code of {', '.join(_SIGNED)}")
-    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-    for entry in params:
+    if len(codes) != 1 or codes[0] not in SIGNED:
+        raise ValueError(f"moments {codes!r} of a group of matrices must be one code of {', '.join(SIGNED)}")
+
+
+def check_matrices(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a parameter of a new group of matrices is none, or its rows cannot be divided."""
+    splits = group["splits"]
+    for entry in group["params"]:
         param = entry[1] if isinstance(entry, tuple) else entry
         if isinstance(param, Tensor) and param.dim() not in (2, 3):
             raise ValueError(
@@ -288,10 +297,6 @@ def check_muon_options(group: Mapping[str, Any]) -> None:
             )
         if isinstance(param, Tensor) and splits and (param.dim() != 2 or sum(splits) != param.shape[0]):
             raise ValueError(f"splits {splits!r} must add up to the rows of a matrix, not of {tuple(param.shape)}")
-
-
-# Codes that need no second moment.
-_SIGNED = ("e4m3", "e5m2", "de8", "sqrt8", "bf16", "fp32", "e4m3x", "e5m2x", "de8x")
 
 
 # ---- rounds -----------------------------------------------------------------------------------------------------
