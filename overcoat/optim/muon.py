@@ -53,7 +53,7 @@ MOST = 2**15
 # Components of a parameter's name that is no matrix of a hidden layer: embeddings and heads, routers and gates of
 # experts, convolutions.
 _NOT_HIDDEN = re.compile(
-    r"(^|\.)([^.]*(embed|router|conv)[^.]*|wte|wpe|lm_head|head|score|classifier|gate|[^.]*_gate)\.|^output\."
+    r"(^|\.)([^.]*(embed|router|conv)[^.]*|wte|wpe|lm_head|head|score|classifier|gate|[^.]*_gate)(\.|$)|^output\."
 )
 
 
@@ -189,8 +189,8 @@ def muon_groups(model: nn.Module, *, qkv: str = "split", adamw_weight_decay: flo
     """Return the parameter groups of a model for `Muon`: matrices, other weights, and vectors without weight decay.
 
     Trained parameters only. AdamW's are, besides what `is_hidden_matrix` excludes by name and shape: the input and
-    output embeddings of a transformers model, weights of nn.Embedding and of convolutions, and routers, whose rows are
-    as many as the configuration has experts.
+    output embeddings of a transformers model, weights of nn.Embedding and of convolutions, and routers: weights beside
+    experts with as many rows.
 
     Args:
         qkv: "split": q, k and v of a fused weight (rows: all of q, then all of k, then all of v) are orthogonalized
@@ -202,7 +202,6 @@ def muon_groups(model: nn.Module, *, qkv: str = "split", adamw_weight_decay: flo
     if qkv not in ("split", "whole"):
         raise ValueError(f"qkv {qkv!r} must be 'split' or 'whole'")
     others, config = _not_hidden(model), _text_config(model)
-    experts = {getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")}
     matrices: dict[tuple[tuple[int, ...], bool], list[Tensor]] = {}
     transposed = _transposed(model)
     tables: list[Tensor] = []
@@ -210,9 +209,9 @@ def muon_groups(model: nn.Module, *, qkv: str = "split", adamw_weight_decay: flo
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        is_router = param.dim() == 2 and param.shape[0] in experts
-        if is_hidden_matrix(name, param) and id(param) not in others and not is_router:
-            splits = _qkv_rows(name, param, config) if qkv == "split" else ()
+        is_hidden = is_hidden_matrix(name, param) and id(param) not in others
+        if is_hidden and not _is_router(name, param, model, config):
+            splits = _qkv_rows(name, param, model, config) if qkv == "split" else ()
             matrices.setdefault((splits, id(param) in transposed), []).append(param)
         else:
             (vectors if param.dim() < 2 or name.endswith("bias") else tables).append(param)
@@ -255,18 +254,30 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _qkv_rows(name: str, param: Tensor, config: Any) -> tuple[int, ...]:
+def _is_router(name: str, param: Tensor, model: nn.Module, config: Any) -> bool:
+    """True if a weight has a row for each expert and lies beside them."""
+    counts = {getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")}
+    path = name.split(".")
+    beside = [model.get_submodule(".".join(path[: max(len(path) - up, 0)])) for up in (1, 2)]
+    return param.dim() == 2 and param.shape[0] in counts and any(hasattr(module, "experts") for module in beside)
+
+
+def _qkv_rows(name: str, param: Tensor, model: nn.Module, config: Any) -> tuple[int, ...]:
     """Return the rows of q, k and v in a fused weight, () if it is not one."""
-    if not re.search(r"(^|\.)(c_attn|query_key_value|qkv|qkv_proj|Wqkv|in_proj_qkv)\.weight$", name):
+    found = re.search(r"(?:^|\.)(c_attn|query_key_value|qkv|qkv_proj|Wqkv|in_proj_qkvz?)\.weight$", name)
+    if found is None:
         return ()
     heads = getattr(config, "num_attention_heads", 0)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     rows = heads * width, kv_heads * width, kv_heads * width
-    if not name.endswith(("qkv_proj.weight", "qkv.weight", "Wqkv.weight")) or sum(rows) != param.shape[0]:
+    if found[1] == "in_proj_qkv":  # Gated DeltaNet
+        mixer: Any = model.get_submodule(name.rsplit(".", 2)[0])
+        rows = mixer.key_dim, mixer.key_dim, mixer.value_dim
+    if found[1] not in ("qkv_proj", "Wqkv", "in_proj_qkv") or sum(rows) != param.shape[0]:
         raise ValueError(
-            f"muon_groups: {name} of shape {tuple(param.shape)} does not hold all of q, then k, then v, by rows; use "
-            "qkv='whole', or a group of its own with \"splits\""
+            f"muon_groups: {name} of shape {tuple(param.shape)} is not known to hold all of q, then k, then v, by "
+            "rows; use qkv='whole', or a group of its own with \"splits\""
         )
     return rows
 
@@ -343,7 +354,7 @@ def matrices_of(owner: int, param: Tensor, splits: Sequence[int] | None, process
     shape = local(param).shape if param.dim() == 3 else param.shape
     if param.dim() == 3:
         count, rows, columns = shape
-        return [Matrix(owner, i * rows, rows, columns, ((0, rows),)) for i in range(count)]
+        return [Matrix(owner, i * rows, rows, columns, ((0, rows),)) for i in range(count if rows * columns else 0)]
     per_process, start, found = -(-shape[0] // processes), 0, []
     for rows in splits or shape[:1]:
         cuts = [min(max(rank * per_process - start, 0), rows) for rank in range(processes)] + [rows]

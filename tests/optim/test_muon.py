@@ -162,6 +162,7 @@ def test_groups_of_a_model():
         ("transformer.wte.weight", (8, 8), False),
         ("lm_head.weight", (8, 8), False),
         ("output.weight", (8, 8), False),
+        ("vision.pos_embed", (8, 8), False),
         ("model.norm.weight", (8,), False),
     ],
 )
@@ -177,6 +178,11 @@ def test_heads_routers_and_fused_weights_of_transformers_models():
     hidden = {id(p) for g in muon_groups(model) if g["algorithm"] == "muon" for p in g["params"]}
     others = [name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in hidden]
     assert sorted(name.split(".")[-2] for name in others) == ["embed_tokens", "gate", "lm_head"]
+    few = transformers.MixtralConfig(**size, intermediate_size=48, num_local_experts=8, num_key_value_heads=1)
+    model = transformers.MixtralForCausalLM(few)
+    names = {id(p): name for name, p in model.named_parameters()}
+    hidden = [names[id(p)] for g in muon_groups(model) if g["algorithm"] == "muon" for p in g["params"]]
+    assert any("k_proj" in name for name in hidden)  # with as many rows as there are experts
     config = transformers.Phi3Config(**size, intermediate_size=48, num_key_value_heads=2, pad_token_id=0)
     model = transformers.Phi3ForCausalLM(config)
     splits = {group["splits"] for group in muon_groups(model) if group["algorithm"] == "muon"}
@@ -186,6 +192,11 @@ def test_heads_routers_and_fused_weights_of_transformers_models():
     model = transformers.GptOssForCausalLM(config)
     (transposed,) = (group["params"] for group in muon_groups(model) if group.get("transposed"))
     assert {param.dim() for param in transposed} == {3}
+    kinds = {"layer_types": ["linear_attention"], "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    heads = {"num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config = transformers.Qwen3_5TextConfig(**size, **kinds, **heads, intermediate_size=48)
+    groups = muon_groups(transformers.Qwen3_5ForCausalLM(config))
+    assert {group["splits"] for group in groups if group["algorithm"] == "muon"} == {None, (16, 16, 32)}
     config = transformers.GPTNeoXConfig(**size, intermediate_size=48)
     with pytest.raises(ValueError, match="qkv='whole'"):
         muon_groups(transformers.GPTNeoXForCausalLM(config))
@@ -202,6 +213,14 @@ def test_spectral_scale_is_by_outputs_over_inputs(shape, transposed, ratio):
         Muon([{"params": [param], "algorithm": "muon", **options}], **LR).step()
         moved.append(param.detach())
     torch.testing.assert_close(moved[0], moved[1] * ratio / (0.2 * 8))
+
+
+def test_parameters_without_elements_take_no_step():
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((0, 4), (4, 0), (2, 0, 3), (0, 3, 3), (4, 4))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    Muon([{"params": params, "algorithm": "muon"}], **LR).step()
+    assert (params[-1] != 1).all()
 
 
 def test_splits_are_matrices_of_their_own():
