@@ -450,8 +450,8 @@ def _product_kernel(
     tl.store(c + place, result, None if EVEN else inside)
     if SYMMETRIC and n + BN <= m:  # below the diagonal: not on it
         mirrored = first + column.to(tl.int64)[:, None] * columns + row[None, :]
-        inside = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(c + mirrored, tl.trans(result), None if EVEN else inside)
+        known = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(c + mirrored, tl.trans(result), None if EVEN else known)
 
 
 def _described(x: Tensor, rows: int, inner: int) -> tuple[Any, bool]:
