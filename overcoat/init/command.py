@@ -4,7 +4,8 @@
     overcoat init small.toml --model smollm2-135m --from-scratch --data 'texts/*.txt'
 
 Asks for missing options on a terminal. The estimate chooses the rows of a forward pass and, if not even one row fits,
-block checkpoints (recipe "leanest"), then moments in host memory. No weights are read. Images that conversations name
+block checkpoints (recipe "leanest"), then moments in host memory. Small data to fine-tune on are passed over three
+times (train.epochs), unless --steps or --epochs say how often. No weights are read. Images that conversations name
 are looked for beside the data and in the folders there. The chat template and the first rows are tried as in training;
 if they would be refused, the file is still written, the output says why, and the exit status is 2.
 """
@@ -39,6 +40,7 @@ from overcoat.train.config import Config, DataConfig, error_context, require
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.conversations import examples, image_paths
 from overcoat.train.corpus import check_sources
+from overcoat.train.metrics import shown_passes
 from overcoat.train.preflight import trial_model
 from overcoat.train.rows import NOT_TEXT, ROWS, as_object, has_rows, read_rows
 from overcoat.train.sources import documents, find_files, read_documents
@@ -51,6 +53,7 @@ IMAGE_SIDE = 512  # pixels of the image per row that memory is planned for, if t
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
 # Keys of a model's configuration that are not written: set by the tokenizer, or not needed for training.
 UNTOLD = {"vocab_size", "quantization_config"}
+STEPS, EPOCHS, WARMUP = 1000, 3, 0.1  # by default, and passes over data that have fewer steps, and their warm-up
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # files of a model's, whole or in parts
 # Changes that save memory, tried in order if not even one row fits.
 LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
@@ -67,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="80GB, 24GiB (default: this GPU's)")
     parser.add_argument("--seq", type=positive, default=1024, help="tokens in a row (default 1024)")
     parser.add_argument("--rows", type=positive, default=16, help="rows in a step (default 16)")
-    parser.add_argument("--steps", type=positive, default=1000, help="optimizer steps (default 1000)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=positive, help=f"optimizer steps (default {STEPS}; of small data 3 epochs)")
+    length.add_argument("--epochs", type=float, help="passes over the data instead of --steps")
     parser.set_defaults(function=run)
 
 
@@ -98,7 +103,8 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         tokenizer = _tokenizer(config, parsed.model)
         check_tables(model, num_ids(tokenizer) if tokenizer is not None else 0, config)
-        said = [chosen, *_passes(config, tokenizer)]
+        values, passes = _length(values, _data_tokens(config, tokenizer), parsed)
+        said = [chosen, *passes]
     except ValueError as error:  # which a line of the file's can mend
         refused = f"overcoat train refuses this as it is: {error}"
         target.write_text(_written(command, values, chosen, refused), encoding="utf-8")
@@ -133,15 +139,20 @@ def _tokenizer(config: Config, name: str) -> Any | None:
     return tokenizer
 
 
-def _passes(config: Config, tokenizer: Any | None) -> list[str]:
-    """Return a sentence on how often the training reads the data, if these are files of a known length."""
-    tokens, train = _data_tokens(config, tokenizer), config.train
+def _length(values: dict[str, Any], tokens: int, parsed: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the values with epochs for small data to fine-tune on, and a sentence on the passes over the data.
+    tokens: of the data, 0 if unknown."""
     if not tokens:
-        return []
-    passes = train.steps * train.rows_per_step * config.data.sequence_length / tokens
-    shown, one = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}", max(1, round(train.steps / passes))
-    trained_on = f"{train.steps:,} steps are about {shown} passes (epochs) over the data's {tokens:,} tokens"
-    return [f"{trained_on}; --steps {one} is one pass"]
+        return values, []
+    of_step, steps, epochs = parsed.rows * parsed.seq, parsed.steps or STEPS, parsed.epochs
+    is_small = steps * of_step > EPOCHS * tokens
+    if epochs is None and parsed.steps is None and not parsed.from_scratch and is_small:
+        epochs = float(EPOCHS)
+    if epochs is not None:
+        steps = max(1, round(epochs * tokens / of_step))
+        values = {key: value for key, value in values.items() if key != "train.steps"} | _epochs(epochs, steps)
+    passes = shown_passes(steps * of_step / tokens if epochs is None else epochs)
+    return values, [f"{steps:,} steps are about {passes} passes (epochs) over the data's {tokens:,} tokens"]
 
 
 def _data_tokens(config: Config, tokenizer: Any | None) -> int:
@@ -288,13 +299,19 @@ def _images(file: Path, key: str) -> dict[str, Any]:
 
 
 def _training(parsed: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "optimizer.lr": 3e-4 if parsed.from_scratch else 2e-5,
-        "schedule.warmup_steps": min(100, parsed.steps // 10),
-        "train.steps": parsed.steps,
-        "eval.every": max(1, parsed.steps // 10),
-        "checkpoint.every": max(1, parsed.steps // 4),
-    }
+    steps, rate = parsed.steps or STEPS, {"optimizer.lr": 3e-4 if parsed.from_scratch else 2e-5}
+    if parsed.epochs is not None:
+        return rate | _epochs(parsed.epochs, steps)
+    return rate | {"schedule.warmup_steps": min(100, steps // 10), "train.steps": steps, **_intervals(steps)}
+
+
+def _epochs(epochs: float, steps: int) -> dict[str, Any]:
+    """Return the keys of a training of so many epochs, about `steps` steps."""
+    return {"schedule.warmup_steps": WARMUP, "train.epochs": epochs, **_intervals(steps)}
+
+
+def _intervals(steps: int) -> dict[str, Any]:
+    return {"eval.every": max(1, steps // 10), "checkpoint.every": max(1, steps // 4)}
 
 
 def _planned(values: dict[str, Any], parsed: argparse.Namespace, memory: int | None) -> tuple[dict[str, Any], str]:

@@ -24,7 +24,7 @@ from overcoat.report.charts import Points, Series, chart
 from overcoat.report.runs import Run, read_runs
 from overcoat.train.config import require
 from overcoat.train.configfile import all_keys
-from overcoat.train.metrics import running_mean, shown_bytes
+from overcoat.train.metrics import running_mean, shown_bytes, shown_passes
 from overcoat.version import VERSION
 
 NUM_COLORS = 8
@@ -108,6 +108,12 @@ def _rows(run: Run) -> list[dict[str, Any]]:
     return list(run.metrics["train"].values())
 
 
+def _planned(run: Run) -> str:
+    """Return how far the run is to go."""
+    train = run.config.train
+    return f"{train.epochs:g} epochs" if train.epochs else f"{train.num_steps:,}"
+
+
 def _skipped(run: Run) -> list[int]:
     return [row["step"] for row in _rows(run) if row.get("gradient_norm") is None]
 
@@ -148,8 +154,9 @@ FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ("device", lambda run: run.result["device"]),
     ("time of training steps", _hours),
     ("recipe", lambda run: run.config.recipe.name),
-    ("steps", lambda run: f"{_rows(run)[-1]['step']:,} of {run.config.train.steps:,}"),
+    ("steps", lambda run: f"{_rows(run)[-1]['step']:,} of {_planned(run)}"),
     ("tokens", lambda run: f"{run.tokens(_rows(run)[-1]['step']) / 1e6:,.2f} M"),
+    ("passes over the data", lambda run: shown_passes(run.result["passes"])),
     ("parameters", lambda run: f"{run.result['num_parameters'] / 1e6:,.1f} M"),
     (
         "training loss, last tenth",

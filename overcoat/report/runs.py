@@ -17,6 +17,8 @@ from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.metrics import METRICS, Row, is_count, read_metrics
 
+SHOWN = {"num_parameters", "kept_bytes", "optimizer_bytes", "passes"}  # numbers of results.json
+
 
 @dataclass
 class Run:
@@ -90,7 +92,7 @@ def _check_shown(found: dict[str, Any], key: str) -> None:
     """Raise TypeError if a value that the page shows is missing or of another type."""
     figures = []
     for each in found[key]:
-        named = ("peak",) if key == "measured" else each.keys() & {"num_parameters", "kept_bytes", "optimizer_bytes"}
+        named = ("peak",) if key == "measured" else each.keys() & SHOWN
         figures += [(name, each.get(name)) for name in named]
         texts = ("label",) if key == "measured" else each.keys() & {"device", "sample"}
         if wrong := [name for name in texts if not isinstance(each.get(name), str)]:

@@ -6,7 +6,7 @@ A row is (key, True if refused, the reason and the remedy). The error message be
 from __future__ import annotations
 
 import operator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from overcoat.train.config import Config, DataConfig, OptimizerConfig, require
 
@@ -35,6 +35,10 @@ def check(config: Config, is_recorded: bool = False) -> None:
     """Raise ValueError for the first row that is refused. is_recorded: the configuration was written by a run, so keys
     that nothing reads are allowed."""
     rows = [*_single(config), *_combined(config), *_compiled(config), *([] if is_recorded else _unused(config))]
+    _refuse(rows, config)
+
+
+def _refuse(rows: list[Row], config: Config) -> None:
     for key, is_wrong, why in rows:
         require(not is_wrong, f"{key} = {operator.attrgetter(key)(config)!r:.200}: {why}")
 
@@ -66,19 +70,23 @@ def _single(config: Config) -> list[Row]:
             "{prompt}" not in config.data.prompt_template,
             "must hold {prompt}, where the prompt goes",
         ),
+        *(
+            (f"schedule.{name}", steps > 1 and steps % 1 > 0, "a whole number of steps, or a share of them below 1")
+            for name, steps in vars(config.schedule).items()
+            if name.endswith("_steps")
+        ),
     ]
 
 
 def _combined(config: Config) -> list[Row]:
     """Return the checks of several keys; each message names the other keys."""
-    model, data, train, optimizer, schedule, tokenizer, lora = (
-        config.model, config.data, config.train, config.optimizer, config.schedule, config.tokenizer, config.lora,
+    model, data, train, optimizer, tokenizer, lora = (
+        config.model, config.data, config.train, config.optimizer, config.tokenizer, config.lora,
     )  # fmt: skip
     is_auto, released, is_named = train.batch_size == "auto", config.releases_gradients, bool(model.name)
     key = "train.stream" if train.stream else "optimizer.release_gradients"
     rows, decay = train.rows_per_step, optimizer.lr * optimizer.weight_decay
     unknown = f"does not go with {config.not_estimated}: leave one out"
-    both = schedule.warmup_steps + schedule.decay_steps
     wants_rows = "train.global_batch_size says how many rows a step has"
     wants_model = "wants a model.name to start from"
     return [
@@ -163,19 +171,40 @@ def _combined(config: Config) -> list[Row]:
             decay > 1,
             f"times optimizer.lr = {decay:g}: above 1 a step turns the sign of every weight; lower one",
         ),
+        ("train.epochs", bool(train.epochs and train.steps), "set it or train.steps, not both"),
         (
-            "schedule.warmup_steps",
-            schedule.warmup_steps >= train.steps,
-            f"must be below train.steps = {train.steps}",
+            "train.epochs",
+            bool(train.epochs) and data.streaming,
+            "the rows of data.streaming are not counted: set train.steps",
         ),
-        (
-            "schedule.decay_steps",
-            schedule.kind == "wsd" and both > train.steps,
-            f"with schedule.warmup_steps {both}, must not exceed train.steps = {train.steps}",
-        ),
+        *([] if train.epochs else _schedule(config)),  # that of epochs once their steps are known
         ("memory.report", bool(config.memory.report and config.not_estimated), unknown),
         ("train.batch_size", bool(is_auto and config.not_estimated), unknown),
     ]
+
+
+def _schedule(config: Config) -> list[Row]:
+    """Return the checks of the schedule's steps, which must fit into those of the run."""
+    schedule, train = config.schedule, config.train
+    warmup, both = schedule.warmup(train.num_steps), schedule.warmup(train.num_steps) + schedule.decay(train.num_steps)
+    return [
+        ("schedule.warmup_steps", warmup >= train.num_steps, f"must be below {train.said_steps}"),
+        (
+            "schedule.decay_steps",
+            schedule.kind == "wsd" and both > train.num_steps,
+            f"with schedule.warmup_steps {both}, must not exceed {train.said_steps}",
+        ),
+    ]
+
+
+def with_steps(config: Config, num_rows: int) -> Config:
+    """Return the configuration with the steps of its train.epochs over `num_rows` rows. ValueError: the schedule does
+    not fit into them."""
+    if not config.train.epochs:
+        return config
+    config = replace(config, train=replace(config.train, steps=config.train.steps_of_epochs(num_rows)))
+    _refuse(_schedule(config), config)
+    return config
 
 
 def _compiled(config: Config) -> list[Row]:

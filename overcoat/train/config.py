@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from overcoat.extras import reason
@@ -27,6 +28,8 @@ FREE_KEYS = (
     "checkpoint.", "eval.every", "eval.tasks", "lora.merge", "memory.", "sample.", "compare.", "parallel.shard",
     "parallel.nodes", "parallel.context",
 )  # fmt: skip
+
+DEFAULT_STEPS = 1000
 
 
 def option(default: Any, text: str, **limits: float) -> Any:
@@ -42,6 +45,11 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition`; for user errors: the message names the value and the remedy."""
     if not condition:
         raise ValueError(message)
+
+
+def _steps_of(value: float, num_steps: int) -> int:
+    """Return a number of steps that may be given as a share of all steps."""
+    return int(Fraction(str(value)) * num_steps) if value < 1 else int(value)
 
 
 @contextlib.contextmanager
@@ -128,9 +136,22 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     kind: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "shape after the warm-up")
-    warmup_steps: int = option(100, "steps of linear warm-up from 0 to the peak", at_least=0)
-    decay_steps: int = option(0, "wsd only: length of the final linear decay; 0 means a fifth of all steps", at_least=0)
+    warmup_steps: int | float = option(
+        100, "steps of linear warm-up from 0 to the peak; below 1: a share of all steps", at_least=0
+    )
+    decay_steps: int | float = option(
+        0, "wsd only: steps of the final linear decay; below 1: a share of all steps; 0: a fifth", at_least=0
+    )
     final_ratio: float = option(0.1, "final learning rate, as a share of the peak", at_least=0, at_most=1)
+
+    def warmup(self, num_steps: int) -> int:
+        """Return the steps of warm-up among `num_steps`."""
+        return _steps_of(self.warmup_steps, num_steps)
+
+    def decay(self, num_steps: int) -> int:
+        """Return the steps of the final decay among `num_steps`, of kind "wsd"."""
+        default = min(max(1, num_steps // 5), num_steps - self.warmup(num_steps))
+        return _steps_of(self.decay_steps, num_steps) or default
 
 
 @dataclass(frozen=True)
@@ -196,7 +217,8 @@ class TokenizerConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     run_dir: str = option("", "everything the run writes goes here; default: runs/ and the config file's name")
-    steps: int = option(1000, "optimizer steps", at_least=1)
+    steps: int | None = option(None, "optimizer steps; left out: as many as train.epochs has, or 1000", at_least=1)
+    epochs: float | None = option(None, "passes over the data, such as 3 or 1.5, instead of train.steps", above=0)
     batch_size: int | Literal["auto"] = option(
         8, 'rows in a micro-batch; "auto": as many as fit, a divisor of train.global_batch_size', at_least=1
     )
@@ -219,6 +241,22 @@ class TrainConfig:
     fp8_every: int = option(0, "steps between samples of how FP8 operands use their range; 0: none", at_least=0)
     tensorboard: bool = option(True, "also write TensorBoard events")
     loggers: list[Literal["tensorboard", "wandb", "mlflow"]] = option([], "also log to these (docs: report)")
+
+    @property
+    def num_steps(self) -> int:
+        """Return the optimizer steps of the run; with train.epochs only once `steps` was derived from the data."""
+        assert self.steps or not self.epochs
+        return self.steps or DEFAULT_STEPS
+
+    @property
+    def said_steps(self) -> str:
+        """Return the key that decides the number of steps, and its value, for messages."""
+        known = f" ({self.steps} steps)" if self.steps else ""
+        return f"train.epochs = {self.epochs:g}{known}" if self.epochs else f"train.steps = {self.num_steps}"
+
+    def steps_of_epochs(self, num_rows: int) -> int:
+        """Return the steps of train.epochs over `num_rows` rows, the last one whole."""
+        return math.ceil(Fraction(str(self.epochs)) * num_rows / self.rows_per_step)
 
     @property
     def rows_per_step(self) -> int:

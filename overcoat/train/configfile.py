@@ -29,6 +29,7 @@ else:
 
 
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+REPLACED = {"train.steps": "epochs", "train.epochs": "steps"}  # the other one, which an argument replaces
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
 # Options of transformers' Trainer and of TRL, and the keys they correspond to.
 TRAINER_OPTIONS = {
@@ -36,11 +37,11 @@ TRAINER_OPTIONS = {
     "dataset_name": "data.dataset", "dataset_text_field": "data.text_key",
     "output_dir": "train.run_dir", "resume_from_checkpoint": "train.resume",
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
-    "max_steps": "train.steps", "num_train_epochs": "train.steps, a number of steps,",
+    "max_steps": "train.steps", "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.batch_size, of all GPUs together,",
     "gradient_accumulation_steps": "train.accumulation", "gradient_checkpointing": "recipe.checkpoint",
     "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.clip", "lr_scheduler_type": "schedule.kind",
-    "warmup_ratio": "schedule.warmup_steps, a number of steps,", "logging_steps": "train.log_every",
+    "warmup_ratio": "schedule.warmup_steps, below 1,", "logging_steps": "train.log_every",
     "report_to": "train.loggers",
     "eval_steps": "eval.every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep",
 }  # fmt: skip
@@ -119,6 +120,8 @@ def _apply_argument(values: dict[str, Any], argument: str) -> None:
         table = table.setdefault(part, {})
         require(isinstance(table, dict), f"{argument!r}: {part} is not a table")
     table[path[-1]] = _parse(text) if hint is Any else _coerce_text(text, hint, key)
+    if key in REPLACED:  # what the file says instead
+        table.pop(REPLACED[key], None)
 
 
 def _parse(text: str) -> Any:

@@ -131,6 +131,11 @@ class PackedRows:
         self.num_rows = max(0, (int(self._ends[-1]) - 1) // self.length)
         self._rows = generator.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
 
+    @property
+    def passes(self) -> float:
+        """Return how many passes over the data the rows so far are."""
+        return self.epoch + self.num_done / self.num_rows
+
     def next_rows(self, count: int) -> np.ndarray:
         """Return the next `count` rows, (count, T + 1) int64."""
         rows = np.empty((count, self.length + 1), dtype=np.int64)

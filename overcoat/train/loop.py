@@ -72,7 +72,7 @@ def multiplier(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
 
     D is schedule.decay_steps, by default S / 5, and at most S - W.
     """
-    warmup, final = schedule.warmup_steps, schedule.final_ratio
+    warmup, final = schedule.warmup(num_steps), schedule.final_ratio
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / (num_steps - warmup))
@@ -81,7 +81,7 @@ def multiplier(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "wsd":
-        decay = schedule.decay_steps or min(max(1, num_steps // 5), num_steps - warmup)
+        decay = schedule.decay(num_steps)
         progress = min(1.0, max(0, step - (num_steps - decay)) / decay)
     return 1 - (1 - final) * progress
 
@@ -97,7 +97,7 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
         DoesNotFitError: the optimizer itself ran out of memory.
         UnreadableDataError: no more rows can be read.
     """
-    factor = multiplier(config.schedule, state.step, config.train.steps)
+    factor = multiplier(config.schedule, state.step, config.train.num_steps)
     lr = config.optimizer.lr * factor
     for group in state.optimizer.param_groups:
         group["lr"] = config.optimizer.peak_lr(group.get("algorithm", "")) * factor
@@ -300,7 +300,7 @@ def _log_tasks(state: TrainState, tasks: Callable[[], dict[str, float]], log: Ru
 
 def _print_time_left(log: RunLog, config: Config, step: int, seconds: float) -> None:
     """Print the time that the remaining steps take at `seconds` each, if it is above half a minute."""
-    minutes = seconds * (config.train.steps - step) / 60
+    minutes = seconds * (config.train.num_steps - step) / 60
     if minutes >= 0.5:
         twin = "; then follows the run of [compare]" if config.compare.overrides else ""
         log.say(f"at this speed the last step is done in about {math.ceil(minutes):,} min{twin}")
@@ -316,7 +316,7 @@ def train_steps(
     evaluated: Collection[str] = (),
     tasks: Callable[[], dict[str, float]] | None = None,
 ) -> None:
-    """Train until `train.steps`, evaluate and save when due; a stop request saves and raises RunStoppedError.
+    """Train until `train.num_steps`, evaluate and save when due; a stop request saves and raises RunStoppedError.
 
     Args:
         check_saved: called at each log interval; raises if a checkpoint could not be written.
@@ -327,7 +327,7 @@ def train_steps(
 
     def due(every: int) -> bool:
         """True at the last step, and at every `every`-th."""
-        return state.step == config.train.steps or bool(every and state.step % every == 0)
+        return state.step == config.train.num_steps or bool(every and state.step % every == 0)
 
     # An evaluation that was due at the step of a checkpoint is made up for on resuming.
     evaluations = [("eval", config.eval.every, functools.partial(_log_loss, state, config, held_out, log))]
@@ -340,11 +340,11 @@ def train_steps(
     for kind, every, act in evaluations:
         if state.step and due(every) and kind not in evaluated:
             act()
-    if state.device.type == "cpu" and state.step < config.train.steps:
+    if state.device.type == "cpu" and state.step < config.train.num_steps:
         log.say(f"step {state.step + 1} begins")  # it may take minutes
     began, since, is_told = time.perf_counter(), state.step, False
     with StopRequest() as stop:
-        while state.step < config.train.steps:
+        while state.step < config.train.num_steps:
             try:
                 log.add(attempt(state, config))
             except DoesNotFitError as error:

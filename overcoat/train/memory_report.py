@@ -38,7 +38,7 @@ def reporting(train_step: Step, say: Callable[[str], None]) -> Step:
 
     def step(state: TrainState, config: Config) -> Any:
         nonlocal num_taken
-        is_due = num_taken + 1 == MEASURED_STEP or (not num_taken and state.step + 1 == config.train.steps)
+        is_due = num_taken + 1 == MEASURED_STEP or (not num_taken and state.step + 1 == config.train.num_steps)
         is_measured = is_due and process.is_first()
         record = _measured(train_step, say, state, config) if is_measured else train_step(state, config)
         num_taken += 1

@@ -90,7 +90,7 @@ class RunLog:
         run_dir = Path(config.train.run_dir)
         if not process.is_first():
             console = Console(quiet=True)
-        self._console, self._title, self._device, self._num_steps = console, title, device, config.train.steps
+        self._console, self._title, self._device, self._num_steps = console, title, device, config.train.num_steps
         path = run_dir / METRICS if process.is_first() else Path(os.devnull)
         self._file = path.open("a+", encoding="ascii", errors="backslashreplace")  # damaged bytes must not raise
         self._loggers = open_loggers(config, title, first_step) if process.is_first() else {}
@@ -105,7 +105,7 @@ class RunLog:
         self._bar = Progress(
             TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal
         )
-        self._task = self._bar.add_task(title, total=config.train.steps, completed=first_step, status="")
+        self._task = self._bar.add_task(title, total=config.train.num_steps, completed=first_step, status="")
         self._bar.start()
         self._records: list[StepRecord] = []
         self._skipped = 0
@@ -192,6 +192,11 @@ class RunLog:
 def shown_bytes(count: float) -> str:
     """Return a number of bytes as text: "1.50 GB"."""
     return decimal(int(count), precision=2)
+
+
+def shown_passes(passes: float) -> str:
+    """Return a number of passes over the data as text: "2.4", "12"; of streamed data, 0, "unknown"."""
+    return f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}" if passes else "unknown"
 
 
 def running_mean(values: list[float], width: int) -> list[float]:

@@ -39,6 +39,7 @@ from overcoat.train.build import (
     num_positions,
 )
 from overcoat.train.chat import prompt_ids
+from overcoat.train.checks import with_steps
 from overcoat.train.config import Config, error_context, require
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
@@ -49,7 +50,7 @@ from overcoat.train.export import export
 from overcoat.train.files import lock, sweep
 from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
-from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics
+from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics, shown_passes
 from overcoat.train.out_of_memory import LostStepError, RestartError, fatal_oom, free_memory, recorded_plans
 from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.preflight import check_named_model
@@ -82,6 +83,7 @@ class RunResult:
     metrics: str
     sample: str
     note: str = ""  # what was left out of the data
+    passes: float = 0.0  # over the data; 0: streamed, not known
     tasks: dict[str, float] = field(default_factory=dict)  # {"sciq/acc": 0.5} at the last step, of eval.tasks
 
 
@@ -164,28 +166,28 @@ def _run_checked(config: Config, console: Console, title: str) -> RunResult:
 def _train_from(checkpoints: list[Path], config: Config, console: Console, title: str) -> RunResult:
     """Train from the last of `checkpoints` (from the start if there is none) and return the result; new checkpoints are
     appended."""
-    run_dir, device = Path(config.train.run_dir), choose_device(config.train.device)
+    run_dir, device, recorded = Path(config.train.run_dir), choose_device(config.train.device), config
 
     def say(text: str) -> None:
         if process.is_first():
             console.print(text, **PLAIN)
 
     if device.type == "cpu" and config.train.device == "auto":  # before texts are read, which may take minutes
-        tokens = config.train.steps * config.train.rows_per_step * config.data.sequence_length
-        say(f"no GPU was found: the CPU trains on {tokens:,} tokens, slowly; overcoat estimate says what a GPU takes")
+        rows = 0 if config.train.epochs else config.train.num_steps * config.train.rows_per_step
+        much = f" on {rows * config.data.sequence_length:,} tokens" if rows else ""
+        say(f"no GPU was found: the CPU trains{much}, slowly; overcoat estimate says what a GPU takes")
     with process.first_before_others():
         corpus = open_corpus(config, say)
+    if isinstance(corpus.rows, PackedRows):
+        config = with_steps(config, corpus.rows.num_rows)
+        say(passes_line(config, corpus.rows.num_rows))
     tasks = load_tasks(config, corpus)
     with fatal_oom("the model"):
         is_auto = config.train.batch_size == "auto"
-        recorded = process.share(lambda: recorded_plans(config)) if is_auto else {}  # chosen once
-        plan = recorded[min(recorded)] if recorded else first_plan(config, device, corpus.tokenizer)
+        plans = process.share(lambda: recorded_plans(config)) if is_auto else {}  # chosen once
+        plan = plans[min(plans)] if plans else first_plan(config, device, corpus.tokenizer)
         state, report = make_state(config, corpus, device, plan)
     say(str(report))
-    if isinstance(corpus.rows, PackedRows):
-        count, length, steps = corpus.rows.num_rows, config.data.sequence_length, config.train.steps
-        passes = steps * config.train.rows_per_step / count
-        say(f"{count:,} rows of {length:,} tokens an epoch: {steps:,} steps are {passes:,.1f} passes over the data")
     if device.type == "cpu" and compute_in_fp32() and config.model.dtype == "bfloat16":
         say("this CPU has no AVX-512: BF16 products are computed in FP32 and rounded once")
     if checkpoints:
@@ -198,7 +200,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     if process.is_first():
         sweep(checkpoint.checkpoint_dir(config))
         checkpoint.set_aside_newer(checkpoint.checkpoint_dir(config), state.step)
-        checkpoint.record_config(config)
+        checkpoint.record_config(recorded)
 
     def save() -> Path:
         checkpoints.append(saver.save())
@@ -223,15 +225,23 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
 
 
+def passes_line(config: Config, num_rows: int) -> str:
+    """Return a sentence on the rows of the data and how often the training passes over them."""
+    passes = shown_passes(config.train.num_steps * config.train.rows_per_step / num_rows)
+    rows = f"{num_rows:,} rows of {config.data.sequence_length:,} tokens an epoch"
+    return f"{rows}: {config.train.num_steps:,} steps are {passes} passes over the data"
+
+
 def _resume(path: Path, state: TrainState, config: Config, say: Callable[[str], None]) -> None:
     """Load a checkpoint into `state`. ValueError: no step is left to train."""
     held_out = checkpoint.load_checkpoint(path, state)
     if config.train.resume != "auto":  # another recipe or batch may keep more or less: the first step tells anew
         state.kept_bytes = 0
-    step, steps, metrics = state.step, config.train.steps, Path(config.train.run_dir) / METRICS
+    step, steps, metrics = state.step, config.train.num_steps, Path(config.train.run_dir) / METRICS
     # A run that took no step of its own is not finished from a checkpoint.
     if process.is_first() and (step > steps or (step == steps and not read_metrics(metrics)["train"])):
-        raise ValueError(f"{path} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps")
+        said = config.train.said_steps
+        raise ValueError(f"{path} is at step {step} of {said}: nothing is left, raise {said.split()[0]}")
     say(f"resuming from {path}")
     if held_out != state.held_out:
         say("the rows held out are others than before this checkpoint: held-out losses do not compare with those")
@@ -292,7 +302,7 @@ def _result(config: Config, title: str, state: TrainState, sample: str, note: st
         steps=state.step,
         num_tokens=state.num_tokens,
         num_parameters=sum(parameter.numel() for parameter in state.model.parameters()),
-        train_loss=statistics.fmean(row["loss"] for row in rows[-max(1, config.train.steps // 10) :]),
+        train_loss=statistics.fmean(row["loss"] for row in rows[-max(1, config.train.num_steps // 10) :]),
         held_out_loss=metrics["eval"][state.step]["loss"],
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in rows),
         # Not this process's own: it may have done nothing but read a finished run.
@@ -306,6 +316,7 @@ def _result(config: Config, title: str, state: TrainState, sample: str, note: st
         metrics=str(run_dir / METRICS),
         sample=sample,
         note=note,
+        passes=state.rows.passes if isinstance(state.rows, PackedRows) else 0.0,
         tasks={
             key: value for key, value in metrics["tasks"].get(state.step, {}).items() if key not in ("kind", "step")
         },

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overcoat.extras import drawing
-from overcoat.train.metrics import PLAIN, read_metrics, running_mean, shown_bytes
+from overcoat.train.metrics import PLAIN, read_metrics, running_mean, shown_bytes, shown_passes
 from overcoat.train.run import RunResult
 
 # Line of the table: label, figure, how it is written, how a second run relates to the first.
@@ -71,6 +71,7 @@ def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict
 def _table(results: list[RunResult]) -> Table:
     first = results[0]
     size = f"{first.num_parameters / 1e6:.1f} M parameters, {first.num_tokens / 1e6:.2f} M tokens"
+    size += f", {shown_passes(first.passes)} passes" if first.passes else ""
     note = ON_A_CPU if first.device == "CPU" else None
     table = Table(title=size, caption=note, title_justify="left", caption_justify="left")
     table.add_column("")

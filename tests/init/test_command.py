@@ -245,13 +245,32 @@ def test_a_template_that_training_refuses_is_said(place: Path, capsys: pytest.Ca
     assert load_config("overcoat.toml").data.format == "messages"
 
 
-def test_passes_over_the_data_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "length", "said"),
+    [
+        ("--steps 50", (50, None, 5), "50 steps are about 10 passes"),
+        ("", (None, 3.0, 0.1), "15 steps are about 3 passes"),  # 1,000 would be 200
+        ("--epochs 1.5", (None, 1.5, 0.1), "8 steps are about 1.5 passes"),
+        ("--from-scratch", (1000, None, 100), "1,000 steps are about 797 passes"),  # 4 bytes count as a token
+    ],
+)
+def test_passes_over_the_data_are_said(
+    words: str, length: tuple[Any, ...], said: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And small data are passed over three times."""
     (place / "one.txt").write_text("x" * 999)
-    words = "init --model shape --data one.txt --seq 100 --rows 2 --steps 50 --gpu-memory 8GB"
-    assert cli.main(words.split()) == 0
-    said = "50 steps are about 10 passes (epochs) over the data's 1,000 tokens; --steps 5 is one pass"
+    command = f"init --model shape --data one.txt --seq 100 --rows 2 --gpu-memory 8GB {words}"
+    assert cli.main(command.split()) == 0
     assert said in capsys.readouterr().out
-    assert f"# {said}\n" in (place / "overcoat.toml").read_text()
+    assert f"# {said}" in (place / "overcoat.toml").read_text()
+    config = load_config("overcoat.toml")
+    assert (config.train.steps, config.train.epochs, config.schedule.warmup_steps) == length
+
+
+@pytest.mark.parametrize("epochs", ["0", "-1"])
+def test_epochs_are_above_0(epochs: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", "--model", "shape", "--data", "0.txt", "--epochs", epochs]) == 2
+    assert "train.epochs" in capsys.readouterr().err
 
 
 def test_folders_of_other_kinds_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,9 +38,13 @@ def test_warmup_rises_linearly_to_the_peak(kind: Any) -> None:
         ("wsd", 0, 0, 0.0, 10, {7: 1.0, 8: 1.0, 9: 0.5, 10: 0.0}),  # a fifth by default
         ("wsd", 9, 0, 0.0, 10, {8: 1.0, 9: 1.0, 10: 0.0}),  # but never within the warm-up
         ("constant", 2, 0, 0.0, 10, {1: 1.0, 9: 1.0}),
+        ("wsd", 0.2, 0.4, 0.5, 10, {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 7: 0.875}),  # shares of all steps
+        ("linear", 0.1, 0, 0.0, 9, {0: 1.0}),
     ],
 )
-def test_schedules(kind: Any, warmup: int, decay: int, final: float, steps: int, expected: dict[int, float]) -> None:
+def test_schedules(
+    kind: Any, warmup: float, decay: float, final: float, steps: int, expected: dict[int, float]
+) -> None:
     """A run may have been lengthened: the ratio stays at its end."""
     schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, decay_steps=decay, final_ratio=final)
     assert {step: multiplier(schedule, step, steps) for step in expected} == pytest.approx(expected)
