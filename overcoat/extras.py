@@ -46,6 +46,7 @@ def check_environment() -> None:
             raise ValueError(f"{name} = {place} in the environment, of {many} processes: they are counted from 0")
 
 
+GGUF = ".gguf"  # ends the name of a model in one file
 # Characters that control a terminal, or change the order in which it shows text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
@@ -86,14 +87,18 @@ def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **
     """Return `transformers.<auto>.from_pretrained(name)`; everything from Hugging Face is loaded here. what: its name
     in messages.
 
+    A name that ends in GGUF is a file in a folder or in a repository of the hub.
+
     A folder may contain Python code (`auto_map`). By default transformers asks on standard input whether to run it, and
     `yes |` would agree. Here it runs with `trust_remote_code` only. ValueError: nothing is there, it is broken, or it
     needs such code.
     """
-    transformers = load_extra("transformers", "hf", f"loading {what}")
+    transformers, place = load_extra("transformers", "hf", f"loading {what}"), name
+    if name.endswith(GGUF):
+        place, options = os.path.dirname(name) or ".", {**options, "gguf_file": os.path.basename(name)}
     try:
-        check_exists(name)
-        return getattr(transformers, auto).from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        check_exists(place)
+        return getattr(transformers, auto).from_pretrained(place, trust_remote_code=trust_remote_code, **options)
     except RuntimeError as error:  # out of memory is left to the caller
         if "out of memory" in str(error).lower():
             raise

@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 
 from overcoat.estimate.command import memory_size, positive
 from overcoat.estimate.dry_run import own_loss
-from overcoat.extras import one_line
+from overcoat.extras import GGUF, one_line
 from overcoat.models.dummy_batch import sees
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.batch_plan import choose_plan, model_config
@@ -42,6 +42,7 @@ from overcoat.train.conversations import examples, image_paths
 from overcoat.train.corpus import check_sources
 from overcoat.train.metrics import shown_passes
 from overcoat.train.preflight import trial_model
+from overcoat.train.quantized import is_known
 from overcoat.train.rows import NOT_TEXT, ROWS, as_object, has_rows, read_rows
 from overcoat.train.sources import documents, find_files, read_documents
 from overcoat.train.tokenizer import make_processor, make_tokenizer, num_ids, tokenizer_name
@@ -97,8 +98,12 @@ def run(parsed: argparse.Namespace) -> int:
     # A new tokenizer has no chat template.
     needs_template = parsed.from_scratch and values.get("data.format") == "messages"
     command = f"overcoat train {shlex.quote(str(target))}" + " tokenizer.chat_template=FILE" * needs_template
+    named = values.get("model.name", "")
+    kind = load_model_config(named, with_images=True) if named else None
+    if named and is_known(kind, named):
+        values = {"model.name": named, "model.dequantize": True, **values}
     config = build_config(tomllib.loads(_written(command, values)), [])
-    kind = model_config(config) if config.model.config else load_model_config(config.model.name, with_images=True)
+    kind = model_config(config) if kind is None else kind
     model = trial_model(config, kind)
     try:
         tokenizer = _tokenizer(config, parsed.model)
@@ -241,7 +246,7 @@ def _without_null(value: Any) -> Any:
 def _may_have_weights(path: Path) -> bool:
     """True for a folder with weights in a format of transformers, and for a path that does not exist (it may be a hub
     name)."""
-    return not path.exists() or any(any(path.glob(name)) for name in WEIGHTS)
+    return not path.exists() or path.suffix == GGUF or any(any(path.glob(name)) for name in WEIGHTS)
 
 
 def _data(names: list[str]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def why_not_plain(linear: Any) -> Optional[str]:
     if not is_mark and kind.__module__.partition(".")[0] not in ("torch", "overcoat", "builtins"):
         return f"has a weight of type {kind.__module__}.{kind.__name__}, not a plain tensor"
     if weight is not None and weight.element_size() < 2:
-        return f"has a weight in {weight.dtype}; only BF16, FP16 and FP32 are supported"
+        return f"has a weight in {weight.dtype}; only BF16, FP16 and FP32 are supported: load it dequantized"
     for name in _names(linear) if is_lora(linear) else ():
         variant, dropout = linear.lora_variant.get(name), linear.lora_dropout[name]
         if variant is not None:

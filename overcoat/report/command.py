@@ -153,6 +153,7 @@ FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ("data", _data),
     ("device", lambda run: run.result["device"]),
     ("time of training steps", _hours),
+    ("start", lambda run: run.result["start"]),
     ("recipe", lambda run: run.config.recipe.name),
     ("steps", lambda run: f"{_rows(run)[-1]['step']:,} of {_planned(run)}"),
     ("tokens", lambda run: f"{run.tokens(_rows(run)[-1]['step']) / 1e6:,.2f} M"),

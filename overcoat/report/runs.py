@@ -94,7 +94,7 @@ def _check_shown(found: dict[str, Any], key: str) -> None:
     for each in found[key]:
         named = ("peak",) if key == "measured" else each.keys() & SHOWN
         figures += [(name, each.get(name)) for name in named]
-        texts = ("label",) if key == "measured" else each.keys() & {"device", "sample"}
+        texts = ("label",) if key == "measured" else each.keys() & {"device", "sample", "start"}
         if wrong := [name for name in texts if not isinstance(each.get(name), str)]:
             raise TypeError(f"{wrong[0]} is no text")
     if key == "measured" and found[key]:

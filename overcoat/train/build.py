@@ -27,6 +27,7 @@ from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConf
 from overcoat.train.data import IGNORED, Batch
 from overcoat.train.files import RECORD
 from overcoat.train.process import choose_device, gather, is_first, memory_of, share
+from overcoat.train.quantized import COMPANIONS, check_quantized, loading_options
 from overcoat.train.routing import Routing
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
@@ -54,7 +55,7 @@ def check_config(config: Config) -> None:
     if config.model.name:
         check_is_model(config.model.name)
         kind = load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
-        check_not_quantized(kind, config.model.name)
+        check_quantized(kind, config.model.name, config.model.dequantize)
     else:
         check_builds(config.model, CPU if config.train.stream else device, make_recipe(config.recipe))
 
@@ -70,7 +71,8 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
     settings = model_settings(config.model)
     if config.model.name:
-        model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
+        named = config.model
+        model = load_model(named.name, device, settings, named.trust_remote_code, dequantize=named.dequantize)
         freeze(model, config.model.freeze)
         if not config.lora.rank:
             is_trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -91,15 +93,11 @@ def check_is_model(name: str, what: str = "model.name =") -> None:
         require(is_model or not (folder / file).is_file(), f"{what} {name!r} {why}")
 
 
-def check_not_quantized(kind: Any, name: str) -> None:
-    """Refuse a transformers configuration of quantized weights: neither they nor adapters on them are trained."""
-    found = getattr(kind, "quantization_config", None) or {}
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", found)
-    require(
-        not found,
-        f"model.name = {name!r} has quantized weights ({getattr(method, 'value', method)!s:.40}), which are not "
-        "trained, nor adapters on them: name the checkpoint that it was made from",
-    )
+def start_of(model: ModelConfig) -> str:
+    """Return what a run starts from."""
+    if not model.name:
+        return "random weights"
+    return f"{model.name}, dequantized to {model.dtype}" if model.dequantize else model.name
 
 
 @torch.no_grad()
@@ -177,17 +175,20 @@ def load_model(
     settings: dict[str, Any],
     trust_remote_code: bool = False,
     what: str = "model.name =",
+    dequantize: bool = False,
 ) -> Any:
     """Return the causal model of a checkpoint folder or name on `device`. Tensors are mapped, converted and moved one
-    by one. ValueError: weights are missing or have another shape."""
+    by one. dequantize: its weights are quantized. ValueError: weights are missing or have another shape."""
     check_is_model(name, what)
     options = {"device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    auto = auto_class(type(load_pretrained("AutoConfig", what, name, trust_remote_code)))
+    kind = load_pretrained("AutoConfig", what, name, trust_remote_code)
+    auto, options = auto_class(type(kind)), options | (loading_options(kind, name) if dequantize else {})
     model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **options)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
+    wrong += [f"{key} belongs to quantized weights" for key in info["unexpected_keys"] if key.endswith(COMPANIONS)]
     if wrong:
-        # transformers makes up random weights for these, and trains on.
+        # transformers makes up random weights for these, or takes codes for weights, and trains on.
         listed = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise ValueError(f"{what} {name!r} does not hold the weights of a {type(model).__name__}: {listed}")
     return model.to(device)

@@ -99,6 +99,7 @@ def _combined(config: Config) -> list[Row]:
         ("model.name", not (is_named or model.config), "no model: set it, or [model.config]"),
         ("model.name", is_named and bool(model.config), "set it or [model.config], not both"),
         ("model.freeze", bool(model.freeze) and not is_named, wants_model),
+        ("model.dequantize", model.dequantize and not is_named, wants_model),
         ("data.images", bool(data.images) and not is_named, wants_model),
         ("lora.rank", bool(lora.rank) and not is_named, f"adapters of random weights are of no use: {wants_model}"),
         ("lora.merge", lora.merge and not lora.rank, "there are no adapters to merge: set lora.rank"),

@@ -37,6 +37,7 @@ from overcoat.train.build import (
     check_weights,
     make_optimizer,
     num_positions,
+    start_of,
 )
 from overcoat.train.chat import prompt_ids
 from overcoat.train.checks import with_steps
@@ -83,6 +84,7 @@ class RunResult:
     metrics: str
     sample: str
     note: str = ""  # what was left out of the data
+    start: str = ""  # the model at the first step
     passes: float = 0.0  # over the data; 0: streamed, not known
     tasks: dict[str, float] = field(default_factory=dict)  # {"sciq/acc": 0.5} at the last step, of eval.tasks
 
@@ -182,6 +184,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         config = with_steps(config, corpus.rows.num_rows)
         say(passes_line(config, corpus.rows.num_rows))
     tasks = load_tasks(config, corpus)
+    say(f"starting from {start_of(config.model)}")
     with fatal_oom("the model"):
         is_auto = config.train.batch_size == "auto"
         plans = process.share(lambda: recorded_plans(config)) if is_auto else {}  # chosen once
@@ -316,6 +319,7 @@ def _result(config: Config, title: str, state: TrainState, sample: str, note: st
         metrics=str(run_dir / METRICS),
         sample=sample,
         note=note,
+        start=start_of(config.model),
         passes=state.rows.passes if isinstance(state.rows, PackedRows) else 0.0,
         tasks={
             key: value for key, value in metrics["tasks"].get(state.step, {}).items() if key not in ("kind", "step")

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils.quantization_config import QuantizationMethod
 
 from overcoat.models.shapes import load_model_config
 from overcoat.train import build
@@ -27,7 +25,6 @@ from overcoat.train.build import (
     check_builds,
     check_config,
     check_is_model,
-    check_not_quantized,
     check_weights,
     load_model,
     make_optimizer,
@@ -85,16 +82,6 @@ def test_weights_that_would_be_made_up_are_refused(change: Callable, message: st
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message):
         load_model(str(tmp_path), CPU, SETTINGS)
-
-
-METHOD = QuantizationMethod.BITS_AND_BYTES
-
-
-@pytest.mark.parametrize("found", [SimpleNamespace(quant_method=METHOD), {"quant_method": METHOD.value}])
-def test_quantized_weights_are_refused(found: Any) -> None:
-    """They take no gradient: only norms and embeddings would be trained."""
-    with pytest.raises(ValueError, match=r"model\.name = 'small-4bit' has quantized weights \(bitsandbytes\)"):
-        check_not_quantized(SimpleNamespace(quantization_config=found), "small-4bit")
 
 
 @pytest.mark.parametrize("name", ["meta", "cpu:1", "mps", "cuda:-1", "cuda:3", ""])

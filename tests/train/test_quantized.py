@@ -1,0 +1,250 @@
+"""model.dequantize: plain weights of quantized checkpoints, element for element, and a run that starts from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    FineGrainedFP8Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.utils.quantization_config import QuantizationMethod
+
+import overcoat
+from overcoat import cli
+from overcoat.extras import load_pretrained
+from overcoat.train.build import load_model
+from overcoat.train.config import Config
+from overcoat.train.configfile import load_config
+from overcoat.train.quantized import check_quantized, dequantize_blocks
+from overcoat.train.run import run_once
+from overcoat.train.tokenizer import train_tokenizer
+from tests.train.runs import CPU, MakeConfig, losses, text_of
+
+SETTINGS = {"dtype": torch.bfloat16, "attn_implementation": None}
+# 192 and 320 are no multiples of 128: their last blocks are cut.
+SHAPE = {"hidden_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "intermediate_size": 320, "vocab_size": 320}  # fmt: skip
+LLAMA = (LlamaForCausalLM, LlamaConfig(**SHAPE))
+EXPERTS = {"moe_intermediate_size": 160, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 96}
+QWEN = (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SHAPE, **EXPERTS))
+OSS = (GptOssForCausalLM, GptOssConfig(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=32, vocab_size=320, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0,
+))  # fmt: skip
+
+Quantized = tuple[dict[str, Tensor], Tensor]  # the tensors of a file for one weight, and what they mean
+
+
+def fp8(name: str, weight: Tensor, block: tuple[int, int], scale: str = "_scale_inv", power: bool = False) -> Quantized:
+    """E4M3 codes and a scale for each block, one after the other."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
+    codes, values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    for i in range(len(scales)):
+        for j in range(scales.shape[1]):
+            place = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            limit = weight[place].float().abs().max() / 448
+            scales[i, j] = torch.exp2(torch.log2(limit).ceil()) if power else limit
+            codes[place] = (weight[place].float() / scales[i, j]).to(codes.dtype)
+            values[place] = codes[place].float() * scales[i, j]
+    stored = (torch.log2(scales) + 127).to(torch.uint8) if power else scales
+    return {name: codes, name + scale: stored}, values
+
+
+def blocks(name: str, weight: Tensor) -> Quantized:
+    return fp8(name, weight, (128, 128))
+
+
+def powers(name: str, weight: Tensor) -> Quantized:
+    return fp8(name, weight, (1, 32), power=True)
+
+
+def rows(name: str, weight: Tensor) -> Quantized:
+    return fp8(name, weight, (1, weight.shape[1]), "_scale")
+
+
+def whole(name: str, weight: Tensor, scale: str = "_scale") -> Quantized:
+    tensors, values = fp8(name, weight, (weight.shape[0], weight.shape[1]), scale)
+    return {**tensors, name + scale: tensors[name + scale].reshape(1)}, values
+
+
+def mxfp4(name: str, weight: Tensor) -> Quantized:
+    """Random codes: two E2M1 in a byte, the lower one first; transposed, as gpt-oss has them."""
+    experts, inputs, outputs = weight.shape
+    codes = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    powers = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1)
+    values = pairs.reshape(*powers.shape, 32) * torch.exp2(powers.float() - 127)[..., None]
+    return {f"{name}_blocks": codes, f"{name}_scales": powers}, values.reshape(experts, outputs, inputs).mT
+
+
+def compressed(strategy: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+CASES = {
+    "fp8": (LLAMA, blocks, FP8),
+    "fp8 experts": (QWEN, blocks, FP8),
+    "fp8 tensor": (LLAMA, partial(whole, scale="_scale_inv"), {**FP8, "weight_block_size": None}),
+    "mxfp8": (LLAMA, powers, {"quant_method": "mxfp8"}),
+    "compressed rows": (LLAMA, rows, compressed("channel")),
+    "compressed tensor": (QWEN, whole, compressed("tensor")),
+    "mxfp4": (OSS, mxfp4, {"quant_method": "mxfp4"}),
+}
+
+
+def save(
+    folder: Path, made: tuple[Any, Any], quantize: Callable[[str, Tensor], Quantized], about: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Write a quantized checkpoint; return its weights in BF16, under the names of an unquantized one."""
+    torch.manual_seed(0)
+    made[0](made[1]).bfloat16().save_pretrained(folder)
+    stored, expected = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        inner = name.endswith(("gate_up_proj", "down_proj")) if made is OSS else name.endswith("proj.weight")
+        tensors, values = quantize(name, tensor) if inner else ({name: tensor}, tensor)
+        stored |= {key: each.contiguous() for key, each in tensors.items()}
+        expected[name] = values.bfloat16()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_the_codes(case: str, tmp_path: Path) -> None:
+    """And saved again they are those of a plain checkpoint."""
+    made, quantize, about = CASES[case]
+    expected = save(tmp_path / "codes", made, quantize, about)
+    model = load_model(str(tmp_path / "codes"), CPU, SETTINGS, dequantize=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path / "plain")
+    found = load_file(tmp_path / "plain/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_scales_of_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="192 x 320 with 2 x 2 scales"):
+        dequantize_blocks(torch.zeros(192, 320), torch.ones(2, 2), (128, 128))
+
+
+def test_codes_without_scales_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, LLAMA, blocks, FP8)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"cannot load model.name = '{tmp_path}'"):
+        load_model(str(tmp_path), CPU, SETTINGS, dequantize=True)
+
+
+def test_scales_that_no_configuration_names_are_refused(tmp_path: Path) -> None:
+    """Codes would be taken for weights."""
+    save(tmp_path, LLAMA, rows, compressed("channel"))
+    LLAMA[1].save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"k_proj\.weight_scale belongs to quantized weights"):
+        load_model(str(tmp_path), CPU, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("about", "dequantize", "why"),
+    [
+        (FP8, False, r"quantized weights \(fp8\).*set model\.dequantize = true"),
+        (compressed("channel"), False, r"\(compressed-tensors\).*set model\.dequantize = true"),
+        (compressed("group"), True, r"\(compressed-tensors\).*cannot make plain: name the checkpoint"),
+        ({**compressed("channel"), "format": "pack-quantized"}, True, "cannot make plain"),
+        ({"quant_method": QuantizationMethod.BITS_AND_BYTES}, False, r"\(bitsandbytes\).*: name the checkpoint"),
+        (SimpleNamespace(quant_method=QuantizationMethod.BITS_AND_BYTES), True, r"\(bitsandbytes\).*cannot make plain"),
+        ({"quant_method": "gptq"}, True, "cannot make plain"),
+        ({"bits": 4}, True, r"\(unknown\).*cannot make plain"),
+        (None, True, r"model\.dequantize = true: 'm' has plain weights"),
+    ],
+)
+def test_quantized_weights_are_refused(about: Any, dequantize: bool, why: str) -> None:
+    """They take no gradient: only norms and embeddings would be trained."""
+    with pytest.raises(ValueError, match=why):
+        check_quantized(SimpleNamespace(quantization_config=about), "m", dequantize)
+
+
+def test_a_gguf_file_is_refused_or_dequantized(tmp_path: Path) -> None:
+    """By transformers, which names the package that it misses for most architectures."""
+    with pytest.raises(ValueError, match=r"quantized weights \(gguf\).*set model\.dequantize = true"):
+        check_quantized(LlamaConfig(), "a/b.gguf", False)
+    check_quantized(LlamaConfig(), "a/b.gguf", True)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=rf"cannot load model\.name = '{tmp_path}/m.gguf'"):
+        load_pretrained("AutoConfig", "model.name =", f"{tmp_path}/m.gguf", False)
+
+
+@pytest.fixture
+def started(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Config]:
+    """`started(folder, word, ...)`: a run that starts from a folder in `tmp_path`, whose tokenizer is made here."""
+    (tmp_path / "quantized").mkdir()
+    train_tokenizer(make_config()).save_pretrained(tmp_path / "quantized")
+
+    def make(folder: str, *words: str) -> Config:
+        named = ["model.config={}", f"model.name={tmp_path / folder}", "tokenizer.vocab_size=0"]
+        places = [f"tokenizer.name={tmp_path}/quantized", f"train.run_dir={tmp_path}/run-{folder}"]
+        return make_config(*named, *places, "train.steps=3", *words)
+
+    return make
+
+
+def test_a_run_from_codes_is_one_from_their_weights(
+    started: Callable[..., Config], console: Console, tmp_path: Path
+) -> None:
+    """Refused without the key, said with it, and bit for bit the run from a plain checkpoint, which it exports."""
+    expected = save(tmp_path / "quantized", LLAMA, blocks, FP8)
+    LLAMA[0](LLAMA[1]).bfloat16().save_pretrained(tmp_path / "plain")
+    save_file(expected, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"set model\.dequantize = true"):
+        run_once(started("quantized"), console, "refused")
+    result = run_once(started("quantized", "model.dequantize=true"), console, "codes")
+    run_once(started("plain"), console, "plain")
+    assert losses(tmp_path / "run-quantized") == losses(tmp_path / "run-plain")
+    assert result.start == f"{tmp_path / 'quantized'}, dequantized to bfloat16"
+    assert f"starting from {result.start}" in text_of(console)
+    exported = json.loads((tmp_path / "run-quantized/export/config.json").read_text())
+    assert "quantization_config" not in exported
+    assert exported["dtype"] == "bfloat16"
+    tensors = load_file(tmp_path / "run-quantized/export/model.safetensors")
+    assert tensors.keys() == expected.keys()
+
+
+def test_init_dequantizes(started: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "quantized", LLAMA, blocks, FP8)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words " * 200)
+    words = "init new.toml --model quantized --data a.txt --seq 32 --gpu-memory 8GB"
+    assert cli.main(words.split()) == 0
+    assert load_config("new.toml").model.dequantize
+
+
+def test_converting_codes_says_that_nothing_trains() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "hidden_size": 128, "intermediate_size": 256}))
+    replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config(), modules_to_not_convert=["lm_head"])
+    with pytest.raises(ValueError, match=r"no decoder layer trains in FP8: .*torch\.float8_e4m3fn.*dequantized"):
+        overcoat.convert(model, strict=True)
