@@ -29,6 +29,7 @@ from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import ONE, Cluster
 from overcoat.models.shapes import load_model_config
 from overcoat.train import process
+from overcoat.train.adapters import base_name
 from overcoat.train.build import inline_config, loss_for_estimates, make_recipe
 from overcoat.train.config import Config, require
 from overcoat.train.parallel import num_shards
@@ -174,7 +175,7 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
     tokenizer that is not given."""
     model, size = config.model, config.tokenizer.vocab_size
     if model.name:
-        return load_model_config(model.name)
+        return load_model_config(base_name(config))
     if tokenizer is None and "vocab_size" not in model.config:
         if not size:
             raise ValueError(

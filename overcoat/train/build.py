@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,8 @@ from overcoat.models.family import tower_path
 from overcoat.models.head import LeanLossModel
 from overcoat.models.shapes import MOST_LAYERS
 from overcoat.optim.sharding import local
-from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
+from overcoat.train.adapters import add_adapters, base_name, load_adapters
+from overcoat.train.config import ADAPTERS, Config, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
 from overcoat.train.data import IGNORED, Batch
 from overcoat.train.files import RECORD
 from overcoat.train.process import choose_device, gather, is_first, memory_of, share
@@ -34,8 +33,9 @@ MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
 # Files of folders that are no models, and what their user should name instead.
 NOT_MODELS = {
-    "adapter_config.json": "holds adapters without their model: merge them into it first (the training command again "
-    "with lora.merge=true, or save the result of peft's merge_and_unload()), and name that folder",
+    ADAPTERS: "holds adapters without their model: merge them into it first (the training command again with "
+    "lora.merge=true, or save the result of peft's merge_and_unload()), and name that folder; overcoat train takes "
+    "them as model.name",
     "config.toml": "is the folder of a run: name its export/",
     RECORD: "is a checkpoint: name its run's export/, or continue it with train.resume",
 }
@@ -53,9 +53,10 @@ def check_config(config: Config) -> None:
     with error_context("[optimizer]: "):
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     if config.model.name:
-        check_is_model(config.model.name)
-        kind = load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
-        check_quantized(kind, config.model.name, config.model.dequantize)
+        name = base_name(config)
+        check_is_model(name)
+        kind = load_pretrained("AutoConfig", "model.name =", name, config.model.trust_remote_code)
+        check_quantized(kind, name, config.model.dequantize)
     else:
         check_builds(config.model, CPU if config.train.stream else device, make_recipe(config.recipe))
 
@@ -72,7 +73,11 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     settings = model_settings(config.model)
     if config.model.name:
         named = config.model
-        model = load_model(named.name, device, settings, named.trust_remote_code, dequantize=named.dequantize)
+        model = load_model(base_name(config), device, settings, named.trust_remote_code, dequantize=named.dequantize)
+        if named.holds_adapters:
+            model = load_adapters(model, config)
+            if not config.lora.merge_start:
+                return model
         freeze(model, config.model.freeze)
         if not config.lora.rank:
             is_trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -93,11 +98,13 @@ def check_is_model(name: str, what: str = "model.name =") -> None:
         require(is_model or not (folder / file).is_file(), f"{what} {name!r} {why}")
 
 
-def start_of(model: ModelConfig) -> str:
+def start_of(config: Config) -> str:
     """Return what a run starts from."""
-    if not model.name:
-        return "random weights"
-    return f"{model.name}, dequantized to {model.dtype}" if model.dequantize else model.name
+    model, parts = config.model, [config.model.name or "random weights"]
+    if model.holds_adapters:
+        how = "merged into" if config.lora.merge_start else "trained on in"
+        parts[0] += f", adapters {how} {base_name(config)}"
+    return ", ".join([*parts, *([f"dequantized to {model.dtype}"] if model.dequantize else [])])
 
 
 @torch.no_grad()
@@ -129,26 +136,6 @@ def freeze(model: nn.Module, names: list[str]) -> None:
         require(bool(found), f"model.freeze: {type(model).__name__} has no parameters of a module {name!r}")
         for parameter in found:
             parameter.requires_grad_(False)
-
-
-def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[str] = ()) -> Any:
-    """Return the model wrapped in peft's `PeftModel`: only its adapters train, in FP32, without dropout, drawn from
-    `seed`. Modules named in `frozen` get none."""
-    peft = load_extra("peft", "hf", "[lora]")
-    targets: Any = "all-linear" if section.targets == ["all-linear"] else section.targets
-    torch.manual_seed(seed)
-    settings = peft.LoraConfig(
-        r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
-        exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
-    )  # fmt: skip
-    with error_context(f"lora.targets = {section.targets}: "), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.24 by an old name
-        adapted = peft.get_peft_model(model, settings)
-    is_embedding = any("lora_embedding" in name for name, _ in adapted.named_parameters())
-    require(
-        not is_embedding, f"lora.targets = {section.targets}: adapters of embeddings are not supported, leave them out"
-    )
-    return adapted
 
 
 def base_model(model: Any) -> Any:

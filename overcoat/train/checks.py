@@ -89,6 +89,7 @@ def _combined(config: Config) -> list[Row]:
     unknown = f"does not go with {config.not_estimated}: leave one out"
     wants_rows = "train.global_batch_size says how many rows a step has"
     wants_model = "wants a model.name to start from"
+    continues = model.holds_adapters and not lora.merge_start
     return [
         ("data.files", not (data.files or data.dataset), "no data: set data.files or data.dataset"),
         (
@@ -102,7 +103,21 @@ def _combined(config: Config) -> list[Row]:
         ("model.dequantize", model.dequantize and not is_named, wants_model),
         ("data.images", bool(data.images) and not is_named, wants_model),
         ("lora.rank", bool(lora.rank) and not is_named, f"adapters of random weights are of no use: {wants_model}"),
-        ("lora.merge", lora.merge and not lora.rank, "there are no adapters to merge: set lora.rank"),
+        (
+            "lora.rank",
+            continues and bool(lora.rank),
+            "model.name holds adapters, which go on with their own rank: leave it out, or set lora.merge_start",
+        ),
+        (
+            "model.freeze",
+            continues and bool(model.freeze),
+            "adapters in model.name decide what is trained: leave it out",
+        ),
+        (
+            "lora.rank",
+            lora.merge_start and bool(lora.rank) and not lora.merge,
+            "new adapters fit only the model that lora.merge_start makes: set lora.merge = true to export it",
+        ),
         *(
             (f"data.{name}", data.streaming and getattr(data, name), "does not apply to data.streaming: drop one")
             for name in ("max_bytes", "dedupe")
@@ -225,7 +240,10 @@ def _compiled(config: Config) -> list[Row]:
 def _unused(config: Config) -> list[Row]:
     """Return the checks of keys that are set but not read."""
     defaults, tasks = {spec.name: spec.default for spec in fields(DataConfig)}, config.eval
+    lora, has_adapters = config.lora, config.model.holds_adapters
     return [
+        ("lora.merge", lora.merge and not (lora.rank or has_adapters), "there are no adapters to merge: set lora.rank"),
+        ("lora.merge_start", lora.merge_start and not has_adapters, "model.name holds no adapters; drop it"),
         *(
             (f"eval.{name}", bool(getattr(tasks, name)) and not tasks.tasks, "no eval.tasks; set them or drop it")
             for name in ("tasks_every", "tasks_limit")

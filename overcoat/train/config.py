@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal
 
 from overcoat.extras import reason
@@ -30,6 +31,7 @@ FREE_KEYS = (
 )  # fmt: skip
 
 DEFAULT_STEPS = 1000
+ADAPTERS = "adapter_config.json"  # file of a folder of adapters
 
 
 def option(default: Any, text: str, **limits: float) -> Any:
@@ -65,7 +67,7 @@ def error_context(what: str, kinds: type[Exception] = ValueError, after: str = "
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str = option("", "Hugging Face model name or local path to start from (fine-tuning)")
+    name: str = option("", "Hugging Face model name or local path to start from (fine-tuning), or a folder of adapters")
     config: dict[str, Any] = option({}, "inline model configuration to train from scratch: model_type and its fields")
     dequantize: bool = option(False, "make plain weights of a quantized model.name: FP8, MXFP4, a .gguf file")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
@@ -73,12 +75,19 @@ class ModelConfig:
     freeze: list[str] = option([], "modules that are not trained, by a part of their names, such as vision_tower")
     trust_remote_code: bool = option(False, "run Python code that a model's or tokenizer's folder brings (auto_map)")
 
+    @property
+    def holds_adapters(self) -> bool:
+        """True if `name` is a folder of adapters, without their model."""
+        folder = Path(self.name)
+        return bool(self.name) and (folder / ADAPTERS).is_file() and not (folder / "training.json").is_file()
+
 
 @dataclass(frozen=True)
 class LoraConfig:
     rank: int = option(0, "train adapters of this rank (LoRA) instead of the model; 0: none", at_least=0, at_most=2**16)
     alpha: float = option(16.0, "what adapters add is scaled by alpha / rank", above=0)
     targets: list[str] = option(["all-linear"], 'layers that get adapters, by the end of their names, or "all-linear"')
+    merge_start: bool = option(False, "merge the adapters that model.name holds into their model, and train that")
     merge: bool = option(False, "export the model with its adapters merged in, instead of the adapters")
 
 
@@ -341,6 +350,7 @@ class Config:
     def not_estimated(self) -> str:
         """Return the first option in use that the memory estimate does not cover, "" if there is none."""
         unknown = {"lora.rank": self.lora.rank, "data.images": self.data.images, "model.freeze": self.model.freeze}
+        unknown |= {"model.name": self.model.holds_adapters and not self.lora.merge_start and "adapters"}
         unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
         unknown |= {"parallel.context": self.parallel.context > 1 and self.parallel.context}
         unknown |= {"train.stream": self.train.stream}

@@ -184,7 +184,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         config = with_steps(config, corpus.rows.num_rows)
         say(passes_line(config, corpus.rows.num_rows))
     tasks = load_tasks(config, corpus)
-    say(f"starting from {start_of(config.model)}")
+    say(f"starting from {start_of(config)}")
     with fatal_oom("the model"):
         is_auto = config.train.batch_size == "auto"
         plans = process.share(lambda: recorded_plans(config)) if is_auto else {}  # chosen once
@@ -223,7 +223,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
             raise
     if state.kept_table and process.is_first():
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
-    export(state, corpus.to_save, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
+    export(state, corpus.to_save, run_dir / "export", merge=config.lora.merge and hasattr(state.model, "peft_config"))
     sample = generate_sample(config, corpus, state)
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
 
@@ -319,7 +319,7 @@ def _result(config: Config, title: str, state: TrainState, sample: str, note: st
         metrics=str(run_dir / METRICS),
         sample=sample,
         note=note,
-        start=start_of(config.model),
+        start=start_of(config),
         passes=state.rows.passes if isinstance(state.rows, PackedRows) else 0.0,
         tasks={
             key: value for key, value in metrics["tasks"].get(state.step, {}).items() if key not in ("kind", "step")

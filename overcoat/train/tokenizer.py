@@ -14,6 +14,7 @@ from typing import Any
 
 from overcoat.extras import load_extra, load_pretrained
 from overcoat.train import conversations
+from overcoat.train.adapters import tokenizer_of
 from overcoat.train.config import Config, error_context
 from overcoat.train.rows import encoded_size
 from overcoat.train.sources import documents
@@ -24,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 def tokenizer_name(config: Config) -> str:
     """Return the name of the tokenizer to load: tokenizer.name, else the model's; "" if one is trained, or none is
     given."""
-    return config.tokenizer.name or (config.model.name if not config.tokenizer.vocab_size else "")
+    return config.tokenizer.name or (tokenizer_of(config) if not config.tokenizer.vocab_size else "")
 
 
 def make_tokenizer(config: Config) -> Any | None:
