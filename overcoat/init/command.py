@@ -45,7 +45,8 @@ from overcoat.train.preflight import trial_model
 from overcoat.train.quantized import is_known
 from overcoat.train.rows import NOT_TEXT, ROWS, as_object, has_rows, read_rows
 from overcoat.train.sources import documents, find_files, read_documents
-from overcoat.train.tokenizer import make_processor, make_tokenizer, num_ids, tokenizer_name
+from overcoat.train.tokenizer import make_processor, make_tokenizer, tokenizer_name
+from overcoat.train.vocabulary import num_ids
 
 GIBI = 2**30
 FIRST_ROWS = 100  # rows that are tried, and searched for images

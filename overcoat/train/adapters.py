@@ -57,14 +57,17 @@ def load_adapters(model: Any, config: Config) -> Any:
     return model
 
 
-def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[str] = ()) -> Any:
+def add_adapters(
+    model: Any, section: LoraConfig, seed: int, frozen: Sequence[str] = (), rows: dict[str, list[int]] | None = None
+) -> Any:
     """Return the model wrapped in peft's `PeftModel`: only its adapters train, in FP32, without dropout, drawn from
-    `seed`. Modules named in `frozen` get none."""
+    `seed`, and `rows` of tables. Modules named in `frozen` get none."""
     peft = load_extra("peft", "hf", "[lora]")
     targets: Any = "all-linear" if section.targets == ["all-linear"] else section.targets
     torch.manual_seed(seed)
     settings = peft.LoraConfig(
         r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
+        trainable_token_indices=rows,
         exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
     )  # fmt: skip
     with error_context(f"lora.targets = {section.targets}: "), warnings.catch_warnings():

@@ -33,6 +33,7 @@ from overcoat.train.adapters import base_name
 from overcoat.train.build import inline_config, loss_for_estimates, make_recipe
 from overcoat.train.config import Config, require
 from overcoat.train.parallel import num_shards
+from overcoat.train.vocabulary import num_ids, padded
 
 # Share of the memory kept in reserve: other processes, fragmentation, predictions that are too low.
 SAFETY = 0.05
@@ -175,7 +176,10 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
     tokenizer that is not given."""
     model, size = config.model, config.tokenizer.vocab_size
     if model.name:
-        return load_model_config(base_name(config))
+        found = load_model_config(base_name(config))
+        if tokenizer is not None and num_ids(tokenizer) > found.vocab_size:  # tokenizer.add_tokens
+            found.vocab_size = padded(num_ids(tokenizer))
+        return found
     if tokenizer is None and "vocab_size" not in model.config:
         if not size:
             raise ValueError(

@@ -28,6 +28,7 @@ from overcoat.train.files import RECORD
 from overcoat.train.process import choose_device, gather, is_first, memory_of, share
 from overcoat.train.quantized import COMPANIONS, check_quantized, loading_options
 from overcoat.train.routing import Routing
+from overcoat.train.vocabulary import embedding_of, resize, rows_of
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
@@ -74,6 +75,9 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     if config.model.name:
         named = config.model
         model = load_model(base_name(config), device, settings, named.trust_remote_code, dequantize=named.dequantize)
+        new = config.tokenizer.add_tokens if tokenizer is not None else []
+        if tokenizer is not None and (new or named.holds_adapters):  # theirs have come with tokens of their own
+            resize(model, tokenizer, config.train.seed)
         if named.holds_adapters:
             model = load_adapters(model, config)
             if not config.lora.merge_start:
@@ -83,7 +87,8 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
             is_trained = any(parameter.requires_grad for parameter in model.parameters())
             require(is_trained, f"model.freeze = {config.model.freeze}: nothing is left to train, name less")
             return model
-        return add_adapters(model, config.lora, config.train.seed, config.model.freeze)
+        rows = rows_of(model, tokenizer, new) if new else None
+        return add_adapters(model, config.lora, config.train.seed, config.model.freeze, rows)
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
     torch.manual_seed(config.train.seed)
     with device:
@@ -184,7 +189,7 @@ def load_model(
 def check_tables(model: Any, num_ids: int, config: Config) -> None:
     """Refuse token ids and positions beyond the model's embedding tables: an IndexError on the CPU, an assertion on the
     GPU. Warn of rows longer than the rotary embedding was trained for. num_ids: token ids are below it."""
-    size, length, most = model.get_input_embeddings().num_embeddings, config.data.sequence_length, num_positions(model)
+    size, length, most = embedding_of(model).num_embeddings, config.data.sequence_length, num_positions(model)
     what, remedy = (
         (f"data.files hold the token id {num_ids - 1}",
          f"it must be at least {num_ids}, unless data.token_dtype is not the files' own")
@@ -218,7 +223,7 @@ def num_positions(model: Any) -> int:
     parts = [part for path, part in named if not (tower and path.startswith(tower))]  # what sees has its own
     embeddings = [part.weight for part in parts if isinstance(part, nn.Embedding)]
     tables = [*embeddings, *(table for part in parts for table in part._buffers.values() if table is not None)]
-    words = model.get_input_embeddings().weight
+    words = embedding_of(model).weight
     # OPT's has two rows more.
     sizes = {table.shape[0] for table in tables if table.dim() == 2 and table is not words}
     return most if sizes & {most, most + 2} else sys.maxsize

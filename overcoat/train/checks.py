@@ -89,7 +89,7 @@ def _combined(config: Config) -> list[Row]:
     unknown = f"does not go with {config.not_estimated}: leave one out"
     wants_rows = "train.global_batch_size says how many rows a step has"
     wants_model = "wants a model.name to start from"
-    continues = model.holds_adapters and not lora.merge_start
+    added, continues = tokenizer.add_tokens, model.holds_adapters and not lora.merge_start
     return [
         ("data.files", not (data.files or data.dataset), "no data: set data.files or data.dataset"),
         (
@@ -132,6 +132,21 @@ def _combined(config: Config) -> list[Row]:
             "not for .bin files nor data.streaming: conversations are tokenized once and kept",
         ),
         ("tokenizer.vocab_size", bool(tokenizer.vocab_size and tokenizer.name), "set it or tokenizer.name, not both"),
+        (
+            "tokenizer.add_tokens",
+            not all(map(str.strip, added)) or len({*added}) < len(added),
+            "names of tokens, each once",
+        ),
+        (
+            "tokenizer.add_tokens",
+            bool(added) and not data.is_chat and data.special_tokens == "text",
+            "data.special_tokens = 'text' would read them as plain text: set that to 'tokens'",
+        ),
+        (
+            "tokenizer.add_tokens",
+            bool(added) and continues,
+            "model.name holds adapters, which train the tokens that they have: set lora.merge_start",
+        ),
         (
             "tokenizer.vocab_size",
             bool(tokenizer.vocab_size and data.images),

@@ -220,6 +220,7 @@ class DataConfig:
 class TokenizerConfig:
     name: str = option("", "Hugging Face name or local path; default: the model's, else one trained on the data")
     vocab_size: int = option(0, "train a byte-level BPE of this size on the data", at_least=0, at_most=2**22)
+    add_tokens: list[str] = option([], "special tokens to add; the model's embeddings grow by them, and are trained")
     train_bytes: int = option(32_000_000, "text to train it on, taken evenly from the data", at_least=1)
     chat_template: str = option("", "a file with a Jinja chat template, or the tokenizer that has it; default: its own")
 

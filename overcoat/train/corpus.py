@@ -54,10 +54,10 @@ from overcoat.train.tokenizer import (
     load_tokenizer,
     make_processor,
     make_tokenizer,
-    num_ids,
     read_chat_template,
     tokenizer_name,
 )
+from overcoat.train.vocabulary import num_ids
 
 ENCODED_BYTES = 16 << 20
 STREAMED = "streamed"  # how the identity of a stream begins

@@ -59,6 +59,7 @@ from overcoat.train.process import choose_device
 from overcoat.train.products import compute_in_fp32
 from overcoat.train.state import TrainState
 from overcoat.train.stopping import stop_at
+from overcoat.train.vocabulary import embedding_of
 
 LOCK = ".lock"
 
@@ -191,6 +192,9 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         plan = plans[min(plans)] if plans else first_plan(config, device, corpus.tokenizer)
         state, report = make_state(config, corpus, device, plan)
     say(str(report))
+    if config.tokenizer.add_tokens:
+        rows = embedding_of(state.model).num_embeddings
+        say(f"{len(config.tokenizer.add_tokens)} tokens added: {corpus.num_ids:,} ids, {rows:,} rows of the embedding")
     if device.type == "cpu" and compute_in_fp32() and config.model.dtype == "bfloat16":
         say("this CPU has no AVX-512: BF16 products are computed in FP32 and rounded once")
     if checkpoints:

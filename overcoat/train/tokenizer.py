@@ -18,6 +18,7 @@ from overcoat.train.adapters import tokenizer_of
 from overcoat.train.config import Config, error_context
 from overcoat.train.rows import encoded_size
 from overcoat.train.sources import documents
+from overcoat.train.vocabulary import add_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -37,6 +38,7 @@ def make_tokenizer(config: Config) -> Any | None:
     if not name and not config.tokenizer.vocab_size:
         raise ValueError("no tokenizer: set tokenizer.vocab_size (train one on the data) or tokenizer.name")
     tokenizer = load_tokenizer(name, config.model.trust_remote_code) if name else train_tokenizer(config)
+    add_tokens(tokenizer, config.tokenizer.add_tokens)
     tokenizer.split_special_tokens = config.data.special_tokens == "text"
     set_chat_template(tokenizer, config.tokenizer.chat_template)
     return tokenizer
@@ -63,6 +65,7 @@ def read_chat_template(template: str) -> str | None:
 def make_processor(config: Config) -> Any:
     """Return the image processor of this run, including its tokenizer."""
     processor = load_processor(tokenizer_name(config), config.model.trust_remote_code)
+    add_tokens(processor.tokenizer, config.tokenizer.add_tokens)
     processor.tokenizer.split_special_tokens = config.data.special_tokens == "text"
     set_chat_template(processor, config.tokenizer.chat_template)
     return processor
@@ -112,11 +115,6 @@ def train_tokenizer(config: Config) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
-
-
-def num_ids(tokenizer: Any) -> int:
-    """Return the largest token id plus 1 (a vocabulary with gaps has fewer tokens)."""
-    return 1 + max(tokenizer.get_vocab().values())
 
 
 def _sample(config: Config) -> Iterator[str]:
