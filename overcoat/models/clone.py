@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from overcoat.models.family import original_class
 from overcoat.models.fingerprint import HARMLESS_HOOKS, HOOKS
 from overcoat.models.lora import is_lora
+from overcoat.models.refusals import is_conv1d
 
 WINDOW = 9  # of a clone, in tokens: fewer than the rows have that it is given
 
@@ -180,12 +181,31 @@ def twin_of(layer: Any, configs: dict[int, Any]) -> Any:
     try:
         cls = original_class(layer)
         made = cls(small, index) if len(inspect.signature(cls.__init__).parameters) > 2 else cls(small)
+        _adapt(made, layer)
     except Exception as error:
         raise UnverifiableError(f"the layer is large, and no small one could be built ({error!r:.80})") from error
     for own, other in zip(_constants(made), _constants(layer), strict=False):
         if own != other:
             raise UnverifiableError(f"the layer is large, and a small one differs from it: {own} and {other}")
     return Cloner(torch.device("cpu"), {id(small): small}).layer(made)
+
+
+def _adapt(made: nn.Module, layer: nn.Module) -> None:
+    """Put LoRA around the linear layers of `made` that have it in `layer`, of the same class, rank and scaling."""
+    for path, module in [*layer.named_modules()]:
+        if is_lora(module):
+            parent, _, name = path.rpartition(".")
+            owner = made.get_submodule(parent)
+            base: Any = owner._modules[name]
+            width, height = base.weight.shape if is_conv1d(base) else base.weight.shape[::-1]
+            around: Any = copy.copy(module)
+            ranks = {key: part.weight.shape[0] for key, part in module.lora_A.items()}
+            vars(around)["_modules"] = module._modules | {
+                "base_layer": base,
+                "lora_A": nn.ModuleDict({key: nn.Linear(width, rank, False) for key, rank in ranks.items()}),
+                "lora_B": nn.ModuleDict({key: nn.Linear(rank, height, False) for key, rank in ranks.items()}),
+            }
+            owner._modules[name] = around
 
 
 def _constants(layer: nn.Module) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import overcoat
 from overcoat import Recipe
 from overcoat.memory import record_kept
+from overcoat.models import verify
 from overcoat.models.family import decoder_layers
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.zoo import assert_equal, make_batch, make_model, trained
@@ -56,6 +57,18 @@ def average_db(exact: dict[str, Tensor], *others: dict[str, Tensor]) -> dict[str
             error = (other[name].double() - reference.double()).square().sum() / reference.double().square().sum()
             noise[re.sub(r"\.\d+\.", ".*.", name)][place] += float(error)
     return noise
+
+
+@pytest.mark.parametrize("kind", mostly_nightly(["llama", "gpt2", "phi3", "qwen3_moe"], ["llama", "gpt2"]))
+def test_a_large_layer_is_verified_on_a_small_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With LoRA around the same linear layers; without data too, as an estimate has it."""
+    monkeypatch.setattr(verify, "_found", {})
+    monkeypatch.setattr(verify, "LARGE", 0)
+    with torch.device("meta"):
+        model = peft.get_peft_model(make_model(kind, layers=2), peft.LoraConfig(r=8, target_modules=ALL))
+    report = overcoat.convert(model.train(), strict=True)
+    assert len(report.converted) == 2
+    assert all(each.twin and each.decibels > 110 for each in report.verified.values())
 
 
 # A family of each wiring: rows in another order (Phi-3's partial rotation), norms after and no norm before (OLMo 2),
