@@ -2,6 +2,7 @@
 
     overcoat estimate --model llama-2-7b --batch 4 --seq 2048 --gpu-memory 80GB
     overcoat estimate --model ./config.json --batch 1 --seq 4096 --recipe leanest --release-gradients
+    overcoat estimate --model llama-2-7b --batch 4 --lora 16 --gpu-memory 24GB
     overcoat estimate --config configs/llama-2-7b.toml train.batch_size=2 --gpu-memory 80GB
 
 Prints the memory by component at the step's peak, and tokens per second on H200s or H100s, from measured kernels. With
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_argument("--dtype", choices=DTYPES, help="of the parameters (default bfloat16)")
     setup.add_argument("--reduce-dtype", choices=DTYPES, help="in which FSDP2 sums gradients (default: in theirs)")
     setup.add_argument("--all-gather", choices=("fp8", "bf16"), help="gathered weights: overcoat.fp8_all_gather")
+    setup.add_argument("--lora", type=positive, dest="lora_rank", metavar="R", help="train adapters of rank R alone")
     setup.add_argument("--freeze-tower", action="store_true", help="do not train a vision-language model's tower")
     setup.add_argument(
         "--image-side", type=positive, metavar="PIXELS", help=f"of the image in each row, if not fixed (default {SIDE})"
@@ -178,7 +180,7 @@ def _what(parsed: argparse.Namespace, cluster: Cluster) -> tuple[Predictor, int,
     given = {name: value for name, value in vars(parsed).items() if name in options}
     if parsed.config is not None:
         for name in given:
-            option = name.replace("_", "-")
+            option = name.replace("_rank", "").replace("_", "-")
             raise ValueError(f"--{option} does not go with --config; change that: train.batch_size=8, and the like")
         return parsed.read_config(parsed.config, parsed.overrides, parsed.gpu_memory, cluster)
     if parsed.overrides:

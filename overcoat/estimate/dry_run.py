@@ -34,6 +34,7 @@ from overcoat.models.decoder import Fp8DecoderLayer, block_of, checked_now
 from overcoat.models.dummy_batch import SIDE, freeze_tower, images, model_class, tokens
 from overcoat.models.experts import Fp8Experts, weights_of
 from overcoat.models.family import decoder_layers
+from overcoat.models.lora import add_lora
 from overcoat.optim.muon import hidden_matrices
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
 
@@ -99,6 +100,9 @@ class Trained(NamedTuple):
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     """Return the model of a configuration, for any number of dry runs."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
+    if setup.lora_rank:
+        with META:
+            model = add_lora(model, setup.lora_rank, targets=setup.lora_targets)
     parameters, matrices = tuple(model.parameters()), hidden_matrices(model)
     report = convert(model, setup.recipe)
     _order_rows(model)

@@ -10,6 +10,7 @@ import torch
 
 from overcoat.formats.masters import resolve_master
 from overcoat.formats.moments import resolve_moments
+from overcoat.models.lora import ALL
 from overcoat.optim.muon import MOMENTUM
 from overcoat.optim.state import MUON
 from overcoat.recipe import GROUP_SIZES, Recipe
@@ -29,6 +30,8 @@ class Setup:
         all_gather: "fp8": `overcoat.fp8_all_gather`; "bf16": FSDP2 gathers parameters in their own dtype.
         replicated: other GPUs hold the same parameters or shards, and FSDP2 sums gradients over them.
         freeze_tower: a vision-language model's tower is not trained.
+        lora_rank: of the adapters that are trained instead of the model; 0: none.
+        lora_targets: layers that get adapters, by the end of their names.
 
     Raises:
         ValueError: a value is not known, or two of them exclude each other.
@@ -46,6 +49,8 @@ class Setup:
     dtype: str = "bfloat16"
     document_mask: bool = False
     freeze_tower: bool = False
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = (ALL,)
     reduce_dtype: str | None = None
     all_gather: str = "bf16"
     replicated: bool = False

@@ -1,6 +1,7 @@
 """`overcoat init`: a commented configuration to train with, and how many rows of it fit at once.
 
     overcoat init chat.toml --model Qwen/Qwen3-8B --data chats.jsonl --gpu-memory 80GB
+    overcoat init chat.toml --model Qwen/Qwen3-8B --data chats.jsonl --gpu-memory 24GB --lora 16
     overcoat init small.toml --model smollm2-135m --from-scratch --data 'texts/*.txt'
 
 Asks for missing options on a terminal. The estimate chooses the rows of a forward pass and, if not even one row fits,
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", nargs="+", metavar="FILE|NAME", help='files, patterns, "stdlib", or a dataset\'s name'
     )
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="80GB, 24GiB (default: this GPU's)")
+    parser.add_argument("--lora", type=positive, metavar="R", help="train adapters of rank R instead of the model")
     parser.add_argument("--seq", type=positive, default=1024, help="tokens in a row (default 1024)")
     parser.add_argument("--rows", type=positive, default=16, help="rows in a step (default 16)")
     length = parser.add_mutually_exclusive_group()
@@ -306,6 +308,8 @@ def _images(file: Path, key: str) -> dict[str, Any]:
 
 def _training(parsed: argparse.Namespace) -> dict[str, Any]:
     steps, rate = parsed.steps or STEPS, {"optimizer.lr": 3e-4 if parsed.from_scratch else 2e-5}
+    if parsed.lora:  # alpha / rank = 2, and ten times the rate of a whole model, as is usual
+        rate = {"lora.rank": parsed.lora, "lora.alpha": 2.0 * parsed.lora, "optimizer.lr": 2e-4}
     if parsed.epochs is not None:
         return rate | _epochs(parsed.epochs, steps)
     return rate | {"schedule.warmup_steps": min(100, steps // 10), "train.steps": steps, **_intervals(steps)}
@@ -351,6 +355,7 @@ def _planned(values: dict[str, Any], parsed: argparse.Namespace, memory: int | N
             recipe = "leanest" if plan.block_checkpoints else "default"
             chosen = f"{plan.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.3g} GiB at once, recipe {recipe}"
             chosen += ", moments in host memory" if way else ""
+            chosen += f", adapters of rank {parsed.lora}" if parsed.lora else ""
             chosen += f", with one image in each (of {IMAGE_SIDE} pixels a side, if not fixed)" if has_images else ""
             return {**values, **way, "recipe.name": recipe, **_rows(parsed.rows, plan.micro_batch)}, chosen
     raise ValueError(

@@ -1,22 +1,48 @@
 """peft's LoRA inside a layer: which of its linear layers run with the FP8 block, and what their adapters are.
 
-Read by name and attributes, without importing peft. `lora.Linear` around nn.Linear or GPT-2's Conv1D, as it is by
-default, becomes `block.spec.Adapter`; whatever computes something else (DoRA, dropout, a quantized base, other tuners)
-is named in the reason why the layer stays as it is.
+Layers are read by name and attributes, without importing peft. `lora.Linear` around nn.Linear or GPT-2's Conv1D, as it
+is by default, becomes `block.spec.Adapter`; whatever computes something else (DoRA, dropout, a quantized base, other
+tuners) is named in the reason why the layer stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 from torch import nn
 
 from overcoat.block.spec import Adapter
+from overcoat.extras import load_extra
 from overcoat.models.family import class_name
 
+ALL = "all-linear"
 CLASS = ("peft.tuners.lora.layer", "Linear")
 NAMES = {"DoraLinearVariant": "DoRA"}
+
+
+def add_lora(model: Any, rank: int, alpha: float = 16.0, targets: Sequence[str] = (ALL,), **options: Any) -> Any:
+    """Return a transformers model wrapped in peft's `PeftModel`: only its adapters train, in FP32, without dropout.
+
+    Args:
+        targets: layers that get adapters, by the end of their names, or (ALL,).
+        options: others of `peft.LoraConfig`.
+
+    Raises:
+        ValueError: of peft, or embeddings are among the targets.
+    """
+    peft = load_extra("peft", "hf", "LoRA")
+    settings = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=ALL if tuple(targets) == (ALL,) else [*targets], lora_dropout=0.0,
+        task_type="CAUSAL_LM", **options,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.24 by an old name
+        adapted = peft.get_peft_model(model, settings)
+    if any("lora_embedding" in name for name, _ in adapted.named_parameters()):
+        raise ValueError("adapters of embeddings are not supported, leave them out")
+    return adapted
 
 
 def is_lora(linear: Any) -> bool:

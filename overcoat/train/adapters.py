@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from overcoat.extras import load_extra
+from overcoat.models.lora import add_lora
 from overcoat.train.config import Config, LoraConfig, error_context, require
 from overcoat.train.process import is_first
 
@@ -62,22 +63,13 @@ def add_adapters(
 ) -> Any:
     """Return the model wrapped in peft's `PeftModel`: only its adapters train, in FP32, without dropout, drawn from
     `seed`, and `rows` of tables. Modules named in `frozen` get none."""
-    peft = load_extra("peft", "hf", "[lora]")
-    targets: Any = "all-linear" if section.targets == ["all-linear"] else section.targets
     torch.manual_seed(seed)
-    settings = peft.LoraConfig(
-        r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
-        trainable_token_indices=rows,
-        exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
-    )  # fmt: skip
-    with error_context(f"lora.targets = {section.targets}: "), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.24 by an old name
-        adapted = peft.get_peft_model(model, settings)
-    is_embedding = any("lora_embedding" in name for name, _ in adapted.named_parameters())
-    require(
-        not is_embedding, f"lora.targets = {section.targets}: adapters of embeddings are not supported, leave them out"
-    )
-    return adapted
+    options = {
+        "exclude_modules": rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
+        "trainable_token_indices": rows,
+    }
+    with error_context(f"lora.targets = {section.targets}: "):
+        return add_lora(model, section.rank, section.alpha, section.targets, **options)
 
 
 def _settings(folder: str) -> Any:

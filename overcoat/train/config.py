@@ -350,7 +350,8 @@ class Config:
     @property
     def not_estimated(self) -> str:
         """Return the first option in use that the memory estimate does not cover, "" if there is none."""
-        unknown = {"lora.rank": self.lora.rank, "data.images": self.data.images, "model.freeze": self.model.freeze}
+        unknown: dict[str, Any] = {"data.images": self.data.images, "model.freeze": self.model.freeze}
+        unknown |= {"tokenizer.add_tokens": self.lora.rank and self.tokenizer.add_tokens}
         unknown |= {"model.name": self.model.holds_adapters and not self.lora.merge_start and "adapters"}
         unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
         unknown |= {"parallel.context": self.parallel.context > 1 and self.parallel.context}

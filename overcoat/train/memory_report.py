@@ -92,12 +92,15 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
 def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> Figures:
     """Return weights, optimizer states and gradients."""
     components = prediction.components
-    weights = sum(map(shard_bytes, state.model.parameters()))
+    weights, trained = (
+        sum(shard_bytes(each) for each in state.model.parameters() if each.requires_grad >= least)
+        for least in (False, True)
+    )
     states = optimizer_bytes(state.optimizer, state.device.type if prediction.setup.offload else None)
     return [
         ("weights", components["weights"], weights),
         ("moments and remainders", components["moments"] + components["remainders"], states),
-        ("gradients, backward done", 0 if prediction.setup.release_gradients else weights, gradients),
+        ("gradients, backward done", 0 if prediction.setup.release_gradients else trained, gradients),
     ]
 
 

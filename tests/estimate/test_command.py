@@ -36,6 +36,18 @@ def test_options_reach_the_setup(capsys):
     assert data["host_bytes"] > 0
 
 
+def test_adapters_train_in_the_memory_of_a_frozen_model(capsys):
+    """Their states are what little is beside the weights and what is kept."""
+    words = ["--model", "124m", "--json", "--seq", "256", "--batch", "2"]
+    whole, adapters = (json.loads(estimate(capsys, *words, *more)) for more in ([], ["--lora", "8"]))
+    assert adapters["setup"]["lora_rank"] == 8
+    added = adapters["parameters"] - whole["parameters"]
+    assert 0 < added < whole["parameters"] / 50
+    assert adapters["components"]["moments"] < 3 * added
+    assert adapters["components"]["remainders"] == 0
+    assert adapters["peak_bytes"] < whole["peak_bytes"] / 2
+
+
 def test_what_fits_and_what_to_change(capsys, tmp_path):
     MODELS["124m"].changed(num_hidden_layers=4, vocab_size=1024).config().save_pretrained(tmp_path)
     words = ["--model", str(tmp_path), "--batch", "4", "--gpu-memory", "1550MB", "--json"]

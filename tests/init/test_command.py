@@ -116,6 +116,23 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
     assert rows[0] > rows[1] > rows[2]
 
 
+def test_adapters_leave_room_for_more_rows(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two layers of Llama-2-7B, whose weights alone train in twice the memory."""
+    sizes = dict(zip(SIZES, (4096, 11008, 2, 32)))
+    LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048).save_pretrained(place / "wide")
+    (place / "wide/model.safetensors").touch()
+    save_tokenizer(place / "wide")
+    rows = []
+    for words in ("", "--lora 8"):
+        command = f"init new{len(rows)}.toml --model ./wide --data chats.jsonl --seq 2048 --gpu-memory 8GB {words}"
+        assert cli.main(command.split()) == 0
+        config = load_config(f"new{len(rows)}.toml")
+        rows.append(config.train.batch_size)
+    assert rows[1] > rows[0]
+    assert (config.lora.rank, config.lora.alpha, config.optimizer.lr) == (8, 16.0, 2e-4)
+    assert "adapters of rank 8" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["llava-1.5-7b", "qwen3-vl-8b"])
 def test_images_that_rows_name_are_planned_with(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in shapes that see; text alone takes more rows."""
@@ -155,6 +172,7 @@ def test_images_that_rows_name_are_planned_with(name: str, place: Path, monkeypa
             "--model qwen3-vl-8b --data 0.txt --from-scratch",
             "sees images, and starts from weights: leave --from-scratch",
         ),
+        ("--model shape --data 0.txt --from-scratch --lora 8", "lora.rank = 8: adapters of random weights"),
         ("--model shape --data 0.txt --rows 2000000", "2048000000 tokens: must be at most"),
         ("--model shape --data odd.JSONL", "its fields are body; wanted are text, messages"),
         ("--model shape --data none.jsonl", "none.jsonl:1: its fields are none; wanted are text, messages"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from overcoat.train.batch_plan import BatchPlan, choose_plan, model_config
 from overcoat.train.build import build_model
 from overcoat.train.config import Config
 from overcoat.train.loop import RunStoppedError
@@ -21,6 +23,7 @@ from overcoat.train.run import run, run_once
 from overcoat.train.tokenizer import train_tokenizer
 from tests.processes import on_two
 from tests.train.runs import CPU, MakeConfig, losses, newest, stop_at, tensors_in, text_of
+from tests.train.test_batch_plan import memory_for
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -127,6 +130,28 @@ def test_merged_it_is_a_model_of_its_own(many: int, lora_config: Any, tmp_path: 
         assert torch.equal(tensor, merged.state_dict()[name]), name
 
 
+@pytest.mark.parametrize(
+    "words", [(), ("train.accumulation=2", "recipe.name=leanest", "lora.targets=['q_proj', 'up_proj']")]
+)
+def test_a_step_takes_the_memory_that_was_predicted(words: tuple[str, ...], lora_config: Any, console: Console) -> None:
+    config = lora_config("train.steps=3", "memory.report=true", "data.sequence_length=64", "lora.rank=16", *words)
+    run_once(config, console, "measured")
+    figures = json.loads((Path(config.train.run_dir) / "memory.json").read_text())["figures"]
+    for name in ("weights", "moments and remainders", "gradients, backward done"):
+        assert figures[name]["predicted"] == figures[name]["measured"], name
+    for name, figure in figures.items():
+        assert figure["predicted"] == pytest.approx(figure["measured"], rel=0.01), name
+
+
+def test_rows_are_chosen_with_adapters(lora_config: Any) -> None:
+    """More fit than of the whole model."""
+    auto = ("train.batch_size=auto", "train.global_batch_size=64")
+    whole, adapters = lora_config(*auto, "lora.rank=0"), lora_config(*auto)
+    memory = memory_for(whole, BatchPlan(2))
+    plans = [choose_plan(config, model_config(config), memory) for config in (whole, adapters)]
+    assert plans[0].micro_batch < plans[1].micro_batch
+
+
 def test_what_does_not_go_with_adapters_is_refused(lora_config: Any, make_config: MakeConfig) -> None:
     for refused, why in [
         (("lora.targets=nothing",), r"lora\.targets = \['nothing'\]: .*nothing"),
@@ -136,8 +161,14 @@ def test_what_does_not_go_with_adapters_is_refused(lora_config: Any, make_config
         with pytest.raises(ValueError, match=why):
             build_model(lora_config(*refused), None)
     for words, why in [
-        (("memory.report=true",), r"memory\.report = True: does not go with lora\.rank = 4"),
-        (("train.batch_size=auto", "train.global_batch_size=4"), r"train\.batch_size = .auto.: does not go with"),
+        (
+            ("memory.report=true", 'tokenizer.add_tokens=["<a>"]'),
+            r"memory\.report = True: does not go with tokenizer\.add_tokens",
+        ),
+        (
+            ("train.batch_size=auto", "train.global_batch_size=4", "model.freeze=embed_tokens"),
+            r"train\.batch_size = .auto.: does not go with model\.freeze",
+        ),
     ]:
         with pytest.raises(ValueError, match=why):
             lora_config(*words)
