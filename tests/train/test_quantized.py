@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers import (
     FineGrainedFP8Config,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3MoeConfig,
@@ -199,6 +202,72 @@ def test_a_gguf_file_is_refused_or_dequantized(tmp_path: Path) -> None:
         load_pretrained("AutoConfig", "model.name =", f"{tmp_path}/m.gguf", False)
 
 
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.embedding_norm": "token_embd_norm", "model.layers": "blk",
+    "operator_norm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}  # fmt: skip
+KINDS = {str: 8, int: 4, float: 6}  # a string, uint32, float32
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def value_of(value: Any) -> bytes:
+    if isinstance(value, list):
+        return struct.pack("<IQ", KINDS[type(value[0])], len(value)) + b"".join(map(value_of, value))
+    return text(value) if isinstance(value, str) else struct.pack("<f" if isinstance(value, float) else "<I", value)
+
+
+def save_gguf(file: Path) -> dict[str, Tensor]:
+    """Write a small LFM2 of attention layers, matrices in Q8_0, as llama.cpp does; return its weights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    model = Lfm2ForCausalLM(Lfm2Config(**sizes, **kinds, vocab_size=320, tie_word_embeddings=True))
+    facts = {
+        "general.architecture": "lfm2", "lfm2.context_length": 128, "lfm2.embedding_length": 64,
+        "lfm2.feed_forward_length": 96, "lfm2.block_count": 2, "lfm2.attention.head_count": 2,
+        "lfm2.attention.head_count_kv": [1, 1], "lfm2.attention.layer_norm_rms_epsilon": 1e-5,
+        "lfm2.shortconv.l_cache": 3, "lfm2.rope.freq_base": 1e6, "tokenizer.ggml.tokens": [str(i) for i in range(320)],
+    }  # fmt: skip
+    head, data, expected = b"", b"", dict[str, Tensor]()
+    for key, value in facts.items():
+        head += text(key) + struct.pack("<I", 9 if isinstance(value, list) else KINDS[type(value)]) + value_of(value)
+    weights = {name: each.detach() for name, each in model.named_parameters() if name != "lm_head.weight"}
+    for name, weight in weights.items():
+        stored, kind = weight.numpy().tobytes(), 0  # F32
+        if weight.dim() == 2:
+            groups = weight.reshape(-1, 32)
+            scales = (groups.abs().amax(1, keepdim=True) / 127).half()
+            codes = (groups / scales.float()).round().to(torch.int8)
+            weight, kind = (codes * scales.float()).reshape(weight.shape), 8  # Q8_0
+            stored = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], 1).numpy().tobytes()
+        expected[name] = weight
+        for own, other in GGUF_NAMES.items():
+            name = name.replace(own, other)
+        head += text(name) + struct.pack(f"<I{weight.dim()}Q", weight.dim(), *reversed(weight.shape))
+        head += struct.pack("<IQ", kind, len(data))
+        data += stored + bytes(-len(stored) % 32)
+    start = b"GGUF" + struct.pack("<IQQ", 3, len(expected), len(facts)) + head
+    file.write_bytes(start + bytes(-len(start) % 32) + data)
+    return expected
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-7), (torch.float32, 0.0)])
+def test_weights_of_a_gguf_file(dtype: torch.dtype, error: float, tmp_path: Path) -> None:
+    """transformers rounds the scales to BF16 first."""
+    expected = save_gguf(tmp_path / "small.gguf")
+    model = load_model(f"{tmp_path}/small.gguf", CPU, {**SETTINGS, "dtype": dtype}, dequantize=True)
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name].float(), weight, rtol=error, atol=0)
+
+
 @pytest.fixture
 def started(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Config]:
     """`started(folder, word, ...)`: a run that starts from a folder in `tmp_path`, whose tokenizer is made here."""
@@ -232,6 +301,15 @@ def test_a_run_from_codes_is_one_from_their_weights(
     assert exported["dtype"] == "bfloat16"
     tensors = load_file(tmp_path / "run-quantized/export/model.safetensors")
     assert tensors.keys() == expected.keys()
+
+
+def test_a_run_from_a_gguf_file(started: Callable[..., Config], console: Console, tmp_path: Path) -> None:
+    save_gguf(tmp_path / "small.gguf")
+    with pytest.raises(ValueError, match=r"small\.gguf' has quantized weights \(gguf\).*set model\.dequantize = true"):
+        run_once(started("small.gguf"), console, "refused")
+    result = run_once(started("small.gguf", "model.dequantize=true"), console, "gguf")
+    assert "2 of 2 decoder layers train in FP8" in text_of(console)
+    assert json.loads((Path(result.export) / "config.json").read_text())["model_type"] == "lfm2"
 
 
 def test_init_dequantizes(started: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
