@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from overcoat.distributed.context import context_parallel
     from overcoat.distributed.fp8_all_gather import fp8_all_gather
     from overcoat.models.convert import Report, convert
+    from overcoat.models.fp8_weights import fp8_state_dict
     from overcoat.models.recording import record_ranges, record_scores
     from overcoat.optim.adamw import AdamW
     from overcoat.optim.muon import Muon, muon_groups
@@ -33,6 +34,7 @@ __all__ = [
     "context_parallel",
     "convert",
     "fp8_all_gather",
+    "fp8_state_dict",
     "memory",
     "muon_groups",
     "record_ranges",
@@ -51,6 +53,7 @@ _PLACES = {
     "convert": "models.convert",
     "fp8_all_gather": "distributed.fp8_all_gather",
     "muon_groups": "optim.muon",
+    "fp8_state_dict": "models.fp8_weights",
     "record_ranges": "models.recording",
     "record_scores": "models.recording",
     "release_gradients": "optim.release",

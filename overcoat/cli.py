@@ -5,6 +5,7 @@
     overcoat train --keys                                 every key with its default and meaning
     overcoat estimate --model llama-2-7b --batch 4        memory and time of a training step, without a GPU
     overcoat eval runs/demo --text FILE --tasks paper     perplexity and tasks of trained models, side by side
+    overcoat export runs/demo --format fp8                a trained model for vLLM
     overcoat init new.toml --model NAME --data FILE       a configuration that fits the GPU
     overcoat report runs/demo                             one or several runs as an HTML page
 
@@ -36,6 +37,7 @@ from overcoat.version import VERSION
 COMMANDS = {
     "estimate": "predict the memory of training, without a GPU",
     "eval": "perplexity and tasks of trained models, side by side",
+    "export": "write a model for an inference engine, in FP8 or BF16",
     "init": "write a configuration that fits the GPU",
     "report": "one or several runs as an HTML page",
 }

@@ -25,7 +25,8 @@ LAYERS = (
     ("",),
     ("estimate",),
     ("train",),
-    ("report", "init", "eval"),
+    ("report", "init", "eval", "doctor"),
+    ("export",),
     ("cli",),
     ("__main__",),
 )

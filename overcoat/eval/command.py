@@ -82,7 +82,9 @@ def run(parsed: argparse.Namespace) -> int:
         compute_in_fp32()
     targets = [find_target(name) for name in parsed.targets]
     with contextlib.redirect_stdout(sys.stderr):  # for notices of libraries (DeepSpeed)
-        texts = {text: _documents(text, parsed) for text in parsed.text}
+        texts = {
+            text: documents_of("--text", text, parsed.text_key, parsed.limit, parsed.joined) for text in parsed.text
+        }
         tasks = Tasks(names) if (names := task_names(parsed.tasks)) else None
         recipes = list(dict.fromkeys(parsed.recipe or ["bf16"]))
         results = [_evaluate(target, recipe, device, texts, tasks, parsed) for target in targets for recipe in recipes]
@@ -93,12 +95,15 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _documents(text: str, parsed: argparse.Namespace) -> list[str]:
-    with error_context(f"--text {text}: "):
-        found = itertools.islice(_read(text, parsed.text_key), parsed.limit)
+def documents_of(
+    option: str, text: str, key: str = "text", limit: int | None = None, joined: bool = False
+) -> list[str]:
+    """Return the documents of a file or data set that an option names, at most `limit`; joined: as one."""
+    with error_context(f"{option} {text}: "):
+        found = itertools.islice(_read(text, key), limit)
         documents = [document for document in found if document.strip()]
-    require(bool(documents), f"--text {text}: there is no text")
-    return ["\n\n".join(documents)] if parsed.joined else documents
+    require(bool(documents), f"{option} {text}: there is no text")
+    return ["\n\n".join(documents)] if joined else documents
 
 
 def _read(text: str, key: str) -> Iterator[str]:
@@ -236,10 +241,15 @@ def _special_tokens(folder: Path) -> str:
 
 def load_target(target: Target, device: torch.device, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """The model, in the dtype it was saved in, and its tokenizer."""
+    tokenizer = load_tokenizer(target.place, trust_remote_code, target.special_tokens)
+    return load_target_model(target, device, trust_remote_code), tokenizer
+
+
+def load_target_model(target: Target, device: torch.device, trust_remote_code: bool = False) -> Any:
+    """The model, in the dtype it was saved in, in eval mode."""
     transformers = load_extra("transformers", "hf", "overcoat eval")
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = load_tokenizer(target.place, trust_remote_code, target.special_tokens)
     if (Path(target.place) / RECORD).exists():
-        return checkpoint.load_model(Path(target.place), device, trust_remote_code).eval(), tokenizer
+        return checkpoint.load_model(Path(target.place), device, trust_remote_code).eval()
     settings = {"dtype": "auto", "attn_implementation": "sdpa"}
-    return load_model(target.place, device, settings, trust_remote_code, "the model").eval(), tokenizer
+    return load_model(target.place, device, settings, trust_remote_code, "the model").eval()

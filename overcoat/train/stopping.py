@@ -42,6 +42,18 @@ def turn_ends(tokens: np.ndarray, ranges: np.ndarray, tokenizer: Any) -> list[in
     return [token for token, _ in last.most_common()] + sorted(always - last.keys())
 
 
+def turn_end_of(tokenizer: Any) -> int | None:
+    """Return the id of the special token with which a tokenizer's chat template ends the assistant's turn, or None."""
+    mark = "ANSWER"
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    if not tokenizer.chat_template:
+        return None
+    _, found, tail = tokenizer.apply_chat_template(conversation, tokenize=False).rpartition(mark)
+    special = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
+    ids = tokenizer(tail, add_special_tokens=False).input_ids if found else []
+    return next((token for token in ids if token in special), None)
+
+
 def stop_at(model: Any, stops: list[int]) -> None:
     """Add `stops` to the token ids at which the model's `generate` stops."""
     found = model.generation_config

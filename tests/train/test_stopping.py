@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from overcoat.train.chat import TRAINED
-from overcoat.train.stopping import ending_with, stop_at, turn_ends
+from overcoat.train.stopping import ending_with, stop_at, turn_end_of, turn_ends
 from tests.train.test_encoding import BOS, EOS, TURN, tokenizer_of
 
 
@@ -63,3 +63,19 @@ def test_the_exported_tokenizer_ends_where_a_turn_does() -> None:
     assert ending_with(tokenizer, [EOS, TURN]) is tokenizer
     tokenizer.chat_template = "{{ messages }}<|im_end|>{{ eos_token }}"  # which would write another token
     assert ending_with(tokenizer, [TURN]) is tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages[1].content }}<|im_end|>\n</s>", TURN),
+        ("{{ messages[1].content }} end{{ eos_token }}", EOS),
+        ("{{ messages[1].content }} end", None),
+        ("<|im_end|>", None),  # it leaves the answer out
+        (None, None),
+    ],
+)
+def test_the_chat_template_says_what_ends_a_turn(template: str | None, expected: int | None) -> None:
+    tokenizer = tokenizer_of("begin")
+    tokenizer.chat_template = template
+    assert turn_end_of(tokenizer) == expected

@@ -1,0 +1,1 @@
+"""`overcoat export`: a trained model for an inference engine."""
