@@ -7,6 +7,7 @@
     overcoat eval runs/demo --text FILE --tasks paper     perplexity and tasks of trained models, side by side
     overcoat export runs/demo --format fp8                a trained model for vLLM
     overcoat init new.toml --model NAME --data FILE       a configuration that fits the GPU
+    overcoat doctor                                       what this machine can train, and how fast
     overcoat report runs/demo                             one or several runs as an HTML page
 
 Exit status: 0 done; 2 an invalid command or configuration, nothing done; 1 training failed, or a system error (disk
@@ -35,6 +36,7 @@ from overcoat.version import VERSION
 
 # Commands besides `train`. Their options are in overcoat/COMMAND/command.py, imported late: PyTorch takes seconds.
 COMMANDS = {
+    "doctor": "what this machine can train, and how fast",
     "estimate": "predict the memory of training, without a GPU",
     "eval": "perplexity and tasks of trained models, side by side",
     "export": "write a model for an inference engine, in FP8 or BF16",

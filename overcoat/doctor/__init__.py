@@ -1,0 +1,1 @@
+"""`overcoat doctor`: what this machine can train, and how fast."""
