@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import email
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +26,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copytree(ROOT / "overcoat", source / "overcoat", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("tests", "benchmarks"):  # both stay out
         (source / name).mkdir()
-    files = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+    files = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
     for name in (*files, "tests/test_wheel.py", "benchmarks/__init__.py", "benchmarks/__main__.py"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
@@ -48,9 +50,35 @@ def test_the_wheel_has_the_package_its_types_and_its_command(built: str) -> None
     assert {name.split("/")[0] for name in names} == {"overcoat", info}
 
 
+def test_the_index_gets_a_page_without_dead_links(built: str) -> None:
+    with zipfile.ZipFile(built) as archive:
+        found = email.message_from_bytes(archive.read(f"overcoat-{VERSION}.dist-info/METADATA"))
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found["License-Expression"] == "Apache-2.0"
+    page, readme = str(found.get_payload()), (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert targets
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert "[Trainer](docs/libraries/trainer.md)" in readme  # of which the text stays
+    assert "Trainer, Accelerate" in page.replace("\n", " ")
+    titles = [line for line in readme.splitlines() if line.startswith("#")]
+    assert [line for line in page.splitlines() if line.startswith("#")] == titles
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    inside = [target.partition("#")[0] for target in targets if not target.startswith("https://")]
+    assert [target for target in inside if not (ROOT / target).exists()] == []
+    assert len(inside) > 10
+
+
 def test_the_sdist_has_neither_tests_nor_benchmarks(built: str) -> None:
     with tarfile.open(next(Path(built).parent.glob("*.tar.gz"))) as archive:
-        assert {name.split("/")[1] for name in archive.getnames() if "/" in name} >= {"overcoat", "pyproject.toml"}
+        assert {name.split("/")[1] for name in archive.getnames() if "/" in name} >= {
+            "overcoat",
+            "pyproject.toml",
+            "setup.py",
+        }
         assert [name for name in archive.getnames() if "/tests" in name or "/benchmarks" in name] == []
 
 
