@@ -16,6 +16,7 @@ Checkpoint = Literal["block"]
 LinearScaling = Literal["tensor", "block"]
 GradFormat = Literal["e5m2", "e4m3"]
 Head = Literal["bf16", "fp8"]
+FrozenWeights = Literal["bf16", "fp8"]
 
 GROUP_SIZES = (16, 32, 64, 128)
 
@@ -41,6 +42,8 @@ class Recipe:
             "fp8" (logits' gradient in `grad_format`); None: Hugging Face's loss, with all logits.
         z_loss: weight of log(sum exp(logits))^2, added to every label's loss in `train()` mode; it holds the
             logits near zero (arXiv 2204.02311: 1e-4). 0 adds nothing.
+        frozen_weights: how weights of converted layers are held that do not train (LoRA's base): "bf16" (their own
+            dtype), or "fp8", as the codes that the GEMMs read, 1 byte a weight; training does not change by a bit.
         offload_blocks: how many converted blocks, or "all", move their saved tensors to page-locked host memory between
             forward and backward (block/offload.py). Only blocks that save tensors count: freeze weights before
             `convert`. Spread evenly over text layers, then a vision tower's; not the last two to four, which would come
@@ -59,6 +62,7 @@ class Recipe:
     fp8: bool = True
     head: Head | None = "bf16"
     z_loss: float = 0.0
+    frozen_weights: FrozenWeights = "bf16"
     offload_blocks: int | Literal["all"] = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +77,7 @@ class Recipe:
             "grad_format": get_args(GradFormat),
             "fp8": (True, False),
             "head": (None, *get_args(Head)),
+            "frozen_weights": get_args(FrozenWeights),
         }
         for name, values in allowed.items():
             value = getattr(self, name)

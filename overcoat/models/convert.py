@@ -30,6 +30,7 @@ from overcoat.models.family import (
     original_class,
     tower_path,
 )
+from overcoat.models.frozen import check_scaling, hold_frozen
 from overcoat.models.head import LeanLossModel, install_head, remove_head, why_head_unsupported
 from overcoat.models.images import multiply_patches
 from overcoat.models.linear_layers import Fp8Linear, convert_linears, large_linears, restore_linears
@@ -82,7 +83,7 @@ def convert(
     Raises:
         ValueError: the model lies on a GPU without FP8 tensor cores (or without products of block scales, if the
             recipe wants them), or contains no decoder layer, or with `strict` none that trains in FP8;
-            `Recipe.z_loss` without a head that can have it.
+            `Recipe.z_loss` without a head that can have it; `Recipe.frozen_weights` is "fp8", and no weight is frozen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"overcoat.convert takes a model (nn.Module), not {model!r:.80}")
@@ -105,6 +106,7 @@ def convert(
         )
     if recipe.fp8 or recipe.head == "fp8":
         _check_device(model, recipe)
+    check_scaling(model, recipe)
     causals = list(causal_models(model))
     ends = [_head_of(path, causal, recipe, filter_fn) for path, causal in causals]
     end, others = (ends[0], ends[1:]) if ends else (None, [])
@@ -128,7 +130,7 @@ def convert(
     for other in others:
         if type(other.causal) is not original_class(other.causal):  # converted by itself: its recipe changes, too
             _convert_head(other, recipe)
-    report.parts = parts_of(model, report)
+    report.parts, report.weights = parts_of(model, report), hold_frozen(model, recipe)
     _forbid_cache(model, report, eval_fp8)
     return report
 

@@ -44,6 +44,7 @@ class Report:
     head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
     parts: of a vision-language model, how its tower, connector and text train, a line each; and other models beside
         the head's.
+    weights: how many frozen weights are held in FP8 (`Recipe.frozen_weights`), a line each; why others are not.
     verified: by name of a converted layer how closely its own forward agrees with its block (models/verify.py).
     """
 
@@ -51,6 +52,7 @@ class Report:
     layers: list[LayerReport] = field(default_factory=list)
     head: Optional[LayerReport] = None
     parts: list[str] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
     verified: dict[str, Verified] = field(default_factory=dict)
     _modules: dict[str, tuple[weakref.ref[Any], weakref.ref[Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -110,7 +112,7 @@ class Report:
         total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
         total += f", {len(self.in_part)} of them in part" if self.in_part else ""
         total += f", {len(self.in_linear_layers)} in their linear layers" if self.in_linear_layers else ""
-        return "\n".join([*lines, *self.parts, *_verified(self.verified), total])
+        return "\n".join([*lines, *self.parts, *self.weights, *_verified(self.verified), total])
 
 
 def _verified(found: dict[str, Verified]) -> list[str]:

@@ -118,6 +118,11 @@ def _combined(config: Config) -> list[Row]:
             lora.merge_start and bool(lora.rank) and not lora.merge,
             "new adapters fit only the model that lora.merge_start makes: set lora.merge = true to export it",
         ),
+        (
+            "lora.merge",
+            lora.merge and config.recipe.frozen_weights == "fp8",
+            "recipe.frozen_weights = 'fp8' has only codes to merge into: merge the exported adapters into the model",
+        ),
         *(
             (f"data.{name}", data.streaming and getattr(data, name), "does not apply to data.streaming: drop one")
             for name in ("max_bytes", "dedupe")

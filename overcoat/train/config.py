@@ -102,6 +102,7 @@ class RecipeConfig:
     grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
     offload_blocks: int | str | None = option(None, 'blocks that save activations in host memory: a number, or "all"')
     head: str | None = option(None, 'replaces the GEMMs of the loss: "bf16", "fp8", or "none" (all logits at once)')
+    frozen_weights: str | None = option(None, 'how frozen weights (the base of [lora]) are held: "bf16", "fp8"')
     z_loss: float | None = option(None, "weight of log(sum exp)^2 in the training loss, per label (PaLM: 1e-4)")
 
 

@@ -47,9 +47,10 @@ def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool =
     """
     if merge:
         state.model = state.model.merge_and_unload()
-    model, alone = state.model, process.count() == 1 or hasattr(state.model, "peft_config")
+    model, has_adapters = state.model, not merge and hasattr(state.model, "peft_config")
+    alone = process.count() == 1 or has_adapters
     weights = None
-    if alone and process.count() > 1:  # adapters
+    if has_adapters:  # alone: of the base, which may be sharded or held in FP8, peft would gather everything
         weights = {name: gather(tensor.detach()).cpu() for name, tensor in named_tensors(model).items()}
 
     def fill(folder: Path) -> None:

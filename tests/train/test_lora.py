@@ -174,3 +174,15 @@ def test_what_does_not_go_with_adapters_is_refused(lora_config: Any, make_config
             lora_config(*words)
     with pytest.raises(ValueError, match=r"lora\.rank = 4: adapters of random weights"):
         make_config("lora.rank=4")
+
+
+def test_a_base_held_in_fp8_changes_no_bit(lora_config: Any, console: Console, tmp_path: Path) -> None:
+    run(lora_config(f"train.run_dir={tmp_path}/bf16"), console)
+    run(lora_config(f"train.run_dir={tmp_path}/fp8", "recipe.frozen_weights=fp8"), console)
+    assert "14 frozen weights held in FP8" in text_of(console)
+    assert losses(tmp_path / "fp8")["train"] == losses(tmp_path / "bf16")["train"]
+    mine, other = (load_file(tmp_path / name / "export/adapter_model.safetensors") for name in ("fp8", "bf16"))
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
+    with pytest.raises(ValueError, match=r"recipe\.frozen_weights"):
+        run(lora_config("recipe.frozen_weights=fp8", "lora.merge=true"), console)

@@ -1,0 +1,190 @@
+"""Frozen weights held as FP8 codes alone, 1 byte a weight (`Recipe.frozen_weights = "fp8"`).
+
+A converted layer's GEMMs read E4M3 codes, which are made of the weight for each GEMM. Of a frozen weight they are
+always the same: they are made once, with the scales of the recipe (one for a stack, or one for each 128x128 block), and
+the weight itself is freed. So the numbers of training do not change by a bit.
+
+`FrozenWeight` takes the parameter's place. Whatever else reads it (`eval()`, `generate`, hooks) gets codes * scale in
+the weight's dtype, decoded for each use; `state_dict()` has it decoded in host memory. What would write to it is
+refused. Of a stack (q, k, v; gate, up) all weights are held so, or none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from overcoat.block.linear import GatheredWeight
+from overcoat.formats import Quantized, decode_float8, dequantize_blocks
+from overcoat.kernels.blockwise import BLOCK, blocks
+from overcoat.kernels.quantize import amax
+from overcoat.kernels.weights import block_stack_weights, stack_weights
+from overcoat.models.decoder import Fp8DecoderLayer
+from overcoat.models.family import Modules
+from overcoat.models.linear_layers import Fp8Linear
+from overcoat.models.lora import base_of
+from overcoat.recipe import Recipe
+
+_aten = torch.ops.aten
+_CUTS = (_aten.split.Tensor, _aten.split_with_sizes.default)
+RELEASE = "overcoat.convert(model) holds it in 16 bits again"
+
+
+class FrozenWeight(GatheredWeight):
+    """A frozen parameter (N, K) that is held as codes, with the attributes of `GatheredWeight`."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> FrozenWeight:
+        return FrozenWeight(inner["held"], inner.get("scale"), inner.get("w_amax"), dtype)
+
+    @property
+    def scaling(self) -> str:
+        """Return the `Recipe.linear_scaling` that the codes were made for."""
+        return "block" if self.w_amax is None else "tensor"
+
+    def decoded(self) -> Tensor:
+        """Return codes * scale in the weight's dtype, a plain tensor."""
+        assert self.scale is not None
+        if self.w_amax is None:
+            scale = self.scale[:, : blocks(self.held.shape[1])]
+            return dequantize_blocks(Quantized(self.held, scale), (BLOCK, BLOCK)).to(self.dtype)
+        return (decode_float8(self.held) * self.scale).to(self.dtype)
+
+    def _like(self, change: Any, dtype: Optional[torch.dtype] = None) -> FrozenWeight:
+        scale, w_amax = (None if each is None else change(each) for each in (self.scale, self.w_amax))
+        return FrozenWeight(change(self.held), scale, w_amax, dtype or self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        weight = args[0] if args and isinstance(args[0], cls) else None
+        if weight is not None and func in (_aten.detach.default, _aten.alias.default):
+            return weight._like(lambda each: each)
+        if weight is not None and func is _aten.clone.default:
+            return weight._like(torch.clone)
+        if weight is not None and func is _aten._to_copy.default:
+            return weight._like(lambda each: each.to(kwargs.get("device"), copy=True), kwargs.get("dtype"))
+        if func._schema.is_mutable or func in _CUTS:
+            what = "fully_shard cannot cut" if func in _CUTS else f"{func} cannot write to"
+            raise RuntimeError(f"{what} a frozen weight that is held in FP8 (Recipe.frozen_weights): {RELEASE}")
+        args, kwargs = tree_map_only(cls, cls.decoded, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.setdefault(id(self), nn.Parameter(self._like(torch.clone), requires_grad=False))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _made, (self.held, self.scale, self.w_amax, self.dtype)
+
+
+def _made(*parts: Any) -> nn.Parameter:
+    return nn.Parameter(FrozenWeight(*parts), requires_grad=False)
+
+
+def check_scaling(model: nn.Module, recipe: Recipe) -> None:
+    """Raise ValueError if frozen weights are held with other scales than the recipe's: made of their codes, these would
+    be of less precision."""
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if isinstance(weight, FrozenWeight) and recipe.fp8 and weight.scaling != recipe.linear_scaling:
+            raise ValueError(
+                f"{name}.weight is held in FP8 with scales for linear_scaling={weight.scaling!r}: load the model "
+                f"again to train it with linear_scaling={recipe.linear_scaling!r}"
+            )
+
+
+def hold_frozen(model: nn.Module, recipe: Recipe) -> list[str]:
+    """Hold the frozen weights of converted layers as the recipe says, in place, and return lines for the report.
+
+    ValueError: they are to be held in FP8, and none is frozen. A model on the meta device stays as it is.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return []
+    if not recipe.fp8 or recipe.frozen_weights == "bf16":
+        release_frozen(model)
+        return []
+    held, reasons = list[FrozenWeight](), dict[str, int]()
+    for stack, reason in _stacks(model, recipe):
+        weights = _weights(stack)
+        frozen = sum(not weight.requires_grad for weight in weights)
+        if frozen < len(weights):
+            reason = "other weights of their stack train"
+        if reason is None:
+            if not all(isinstance(weight, FrozenWeight) for weight in weights):
+                _hold(stack, recipe)
+            held += _weights(stack)
+        elif frozen:
+            reasons[reason] = reasons.get(reason, 0) + frozen
+    if not held:
+        unfrozen = "none is frozen: add adapters (peft), or requires_grad_(False), before overcoat.convert"
+        why = "; ".join(reasons) or unfrozen
+        raise ValueError(f"Recipe.frozen_weights = 'fp8': no weight of a converted layer can be held in FP8: {why}")
+    size = sum(weight.numel() for weight in held) / 2**30
+    lines = [f"{len(held)} frozen weights held in FP8, {size:.2f} GiB"]
+    return lines + [f"{count} frozen weights stay in 16 bits: {reason}" for reason, count in reasons.items()]
+
+
+def release_frozen(model: nn.Module) -> None:
+    """Hold all frozen weights in their own dtype again, decoded."""
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if isinstance(weight, FrozenWeight):
+            module._parameters["weight"] = nn.Parameter(weight.decoded(), requires_grad=False)
+            vars(module).pop("overcoat_handle").remove()
+
+
+def _stacks(model: nn.Module, recipe: Recipe) -> list[tuple[list[nn.Module], Optional[str]]]:
+    """Return the linear layers of each stack of a GEMM, without their adapters, and why FP8 cannot hold them."""
+    found: list[tuple[list[nn.Module], Optional[str]]] = []
+    for module in model.modules():
+        if isinstance(module, Fp8DecoderLayer) and module.overcoat_checked is not None:
+            for branch in module.overcoat_checked.branches or ():
+                for stack in (branch.in_proj, (branch.out_proj,)) if branch.mixer is not None else ():
+                    bases = [base_of(linear) for linear in stack]
+                    found.append((bases, _why_not(bases, branch, recipe)))
+        elif isinstance(module, Fp8Linear) and module.overcoat_recipe is not None:
+            found.append(([module], _why_not([module], None, recipe)))
+    return found
+
+
+def _weights(stack: list[nn.Module]) -> list[Any]:
+    return [base._parameters["weight"] for base in stack]
+
+
+def _why_not(stack: list[nn.Module], branch: Optional[Modules], recipe: Recipe) -> Optional[str]:
+    is_output = branch is not None and base_of(branch.out_proj) in stack
+    if branch is not None and branch.layer_scale is not None and is_output:
+        return "LayerScale multiplies them before they are quantized"
+    weights = _weights(stack)
+    if len({weight.device for weight in weights}) > 1 or any(type(weight).__name__ == "DTensor" for weight in weights):
+        return "they are spread over devices"
+    if recipe.linear_scaling == "block":
+        is_turned = branch is not None and any(branch.orders) and not is_output
+        if is_turned or not all(isinstance(base, nn.Linear) for base in stack):
+            return "their rows are taken in another order, which mixes blocks of 128x128"
+        if any(weight.shape[0] % BLOCK for weight in weights):
+            return "their rows are no multiple of 128"
+    return None
+
+
+@torch.no_grad()
+def _hold(stack: list[nn.Module], recipe: Recipe) -> None:
+    """Replace the weights of a stack by their codes, one after the other."""
+    weights = [weight.detach() for weight in _weights(stack)]
+    top = None
+    if recipe.linear_scaling == "tensor":
+        top = torch.stack([amax(weight) for weight in weights]).amax()
+    for base, weight in zip(stack, weights, strict=True):
+        codes, scale = block_stack_weights([weight], False) if top is None else stack_weights([weight], top, False)
+        base._parameters["weight"] = _made(codes, scale, top, weight.dtype)
+        vars(base)["overcoat_handle"] = base.register_state_dict_post_hook(_decode_state)
+
+
+def _decode_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put the decoded weight into a state dict, in host memory; `keep_vars` asks for the parameter itself."""
+    weight = state.get(f"{prefix}weight")
+    if isinstance(weight, FrozenWeight) and weight is not module._parameters["weight"]:
+        state[f"{prefix}weight"] = weight.decoded().cpu()
