@@ -26,6 +26,8 @@ stacked: the As as rows, the Bs block-diagonal, times the scaling. With the laye
     g  = dy B         (T, R)       dx += g A
     dA = g^T x        (R, K)       dB  = dy^T h, its blocks
 
+With dropout each adapter reads its own dropout(x), whose elements the backward finds again by a seed.
+
 They save nothing: the backward takes x from the codes saved for the norm or the mixer, and recomputes h, a GEMM of R
 columns. dy stays in 16 bits: its rounding to FP8 would be the largest error of dA and dB.
 
@@ -512,12 +514,16 @@ def stack_adapters(linear: Linear, dtype: torch.dtype) -> Stacked:
 def add_adapters_(y: Tensor, linear: Linear, inputs: Input) -> Tensor:
     """Add the adapters' result h B^T to y (T, N) in place."""
     a, b = stack_adapters(linear, y.dtype)
-    return y.addmm_(_down(a, inputs, y.dtype), b.t())
+    return y.addmm_(_down(a, linear, inputs, y.dtype), b.t())
 
 
-def _down(a: Tensor, inputs: Input, dtype: torch.dtype) -> Tensor:
+def _down(a: Tensor, linear: Linear, inputs: Input, dtype: torch.dtype) -> Tensor:
     """Return h = x A^T (T, R)."""
     x, scale, shift = inputs
+    if has_dropout(linear):
+        x = _whole(inputs)
+        parts = [torch.mm(dropped(x, adapter), a[columns].t()) for adapter, _, columns in _places(linear)]
+        return torch.cat(parts, 1).to(dtype)
     h = torch.mm(x, (a if scale is None else (a * scale).to(a.dtype)).t())
     # `to`: under autocast `torch.mm` of FP32 tensors returns 16 bits.
     return (h if shift is None else h + torch.mv(a.float(), shift.float())).to(dtype)
@@ -526,32 +532,79 @@ def _down(a: Tensor, inputs: Input, dtype: torch.dtype) -> Tensor:
 def adapters_backward_(dy: Tensor, dx: Tensor, linear: Linear, inputs: Input) -> tuple[Adapter, ...]:
     """Add the adapters' part to dx (T, K) in place, and return their gradients, from dy (T, N)."""
     stacked = stack_adapters(linear, dy.dtype)
-    g = add_input_gradient_(dy, dx, stacked)
+    g = add_input_gradient_(dy, dx, linear, stacked)
     return adapter_gradients(dy, g, linear, stacked, inputs)
 
 
-def add_input_gradient_(dy: Tensor, dx: Tensor, stacked: Stacked) -> Tensor:
+def add_input_gradient_(dy: Tensor, dx: Tensor, linear: Linear, stacked: Stacked) -> Tensor:
     """Add the adapters' part to dx (T, K) in place, and return g = dy B (T, R)."""
     g = torch.mm(dy, stacked.b)
-    dx.addmm_(g, stacked.a)
+    if not has_dropout(linear):
+        dx.addmm_(g, stacked.a)
+        return g
+    for adapter, _, columns in _places(linear):
+        dx.add_(dropped(torch.mm(g[:, columns], stacked.a[columns]), adapter))
     return g
 
 
 def adapter_gradients(dy: Tensor, g: Tensor, linear: Linear, stacked: Stacked, inputs: Input) -> tuple[Adapter, ...]:
     """Return dA and dB of each adapter, from dy (T, N) and g (T, R)."""
     x, scale, shift = inputs
-    da = torch.mm(g.t(), x)
-    if scale is not None:
-        da = da * scale
-    if shift is not None:
-        da = da + torch.outer(g.sum(0, dtype=torch.float32), shift.float())
-    db = torch.mm(dy.t(), _down(stacked.a, inputs, dy.dtype))
+    if has_dropout(linear):
+        x = _whole(inputs)
+        da = torch.cat([torch.mm(g[:, columns].t(), dropped(x, adapter)) for adapter, _, columns in _places(linear)])
+    else:
+        da = torch.mm(g.t(), x)
+        if scale is not None:
+            da = da * scale
+        if shift is not None:
+            da = da + torch.outer(g.sum(0, dtype=torch.float32), shift.float())
+    db = torch.mm(dy.t(), _down(stacked.a, linear, inputs, dy.dtype))
     gradients = []
     for adapter, rows, columns in _places(linear):
         own, order = db[rows, columns] * (adapter.scaling * linear.scale), _order(linear, adapter)
         own = own if order is None else order.put_back(own)
         gradients.append(Adapter(da[columns].to(adapter.a.dtype), own.to(adapter.b.dtype), adapter.scaling))
     return tuple(gradients)
+
+
+def has_dropout(linear: Linear) -> bool:
+    """True if an adapter reads its input with dropout."""
+    return any(adapter.dropout for adapter in linear.adapters)
+
+
+def dropped(x: Tensor, adapter: Adapter) -> Tensor:
+    """Return x (T, K) with an adapter's dropout: the same elements each time, forward and backward, by its seed."""
+    if not adapter.dropout:
+        return x
+    generator = torch.Generator(x.device).manual_seed(adapter.seed)
+    stays = torch.empty(x.shape, dtype=torch.uint8, device=x.device)  # alike for all dtypes of x
+    stays.bernoulli_(1.0 - adapter.dropout, generator=generator)
+    return (x * stays).mul_(1.0 / (1.0 - adapter.dropout))
+
+
+def with_seeds(block: Block) -> Block:
+    """Return the block with new seeds for its adapters' dropout, drawn on the host: recomputations that restore
+    PyTorch's generators repeat them."""
+
+    def seeded(linear: Linear) -> Linear:
+        if not has_dropout(linear):
+            return linear
+        seeds = torch.randint(2**62, (len(linear.adapters),), device="cpu").tolist()
+        adapters = [each._replace(seed=seed) for each, seed in zip(linear.adapters, seeds, strict=True)]
+        return linear._replace(adapters=tuple(adapters))
+
+    if not any(has_dropout(branch.in_proj) or has_dropout(branch.out_proj) for branch in block.branches):
+        return block
+    made = [each._replace(in_proj=seeded(each.in_proj), out_proj=seeded(each.out_proj)) for each in block.branches]
+    return block._replace(branches=tuple(made))
+
+
+def _whole(inputs: Input) -> Tensor:
+    """Return the input itself, (T, K) in x's dtype."""
+    x, scale, shift = inputs
+    x = x if scale is None else x * scale
+    return (x if shift is None else x + shift).to(inputs.x.dtype)
 
 
 def _sizes(linear: Linear) -> list[int]:

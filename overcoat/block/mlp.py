@@ -127,7 +127,7 @@ class Mlp(NamedTuple):
         d = d._replace(data=None)
         if out_proj.adapters:
             stacked = stack_adapters(out_proj, dy.dtype)
-            g = add_input_gradient_(dy, dh, stacked)
+            g = add_input_gradient_(dy, dh, out_proj, stacked)
         dz, h_t = self._gradient(dh, entry, recipe, branch.in_proj)
         del dh  # free I / H U before the weight's gradient is allocated
         dweight = wgrad(d, h_t, out_proj.weights[0].dtype) if out_proj_needs_grad else None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from overcoat.block.attention import Heads, Rotary, rotary_of
+from overcoat.block.linear import dropped
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
 
 HIDDEN = -1e30  # an additive mask hides a key by -inf or by less than this
@@ -68,9 +69,12 @@ def linear(x: Tensor, spec: Linear) -> Tensor:
         if order is not None:  # rows in the block's order
             weight, bias = order.take(weight), None if bias is None else order.take(bias)
         y = x @ weight.to(x.dtype).t() + (0.0 if bias is None else bias.to(x.dtype))  # (T, N)
-        for a, b, scaling, layer in spec.adapters:
+        for adapter in spec.adapters:
+            a, b, scaling, layer, *_ = adapter
             if layer == place:
-                added = scaling * (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t()  # (T, N) by way of (T, r)
+                added = (
+                    scaling * (dropped(x, adapter) @ a.to(x.dtype).t()) @ b.to(x.dtype).t()
+                )  # (T, N) by way of (T, r)
                 y = y + (added if order is None or order.transposed else order.take(added.t()).t())
         parts.append(y)
     return torch.cat(parts, -1) * spec.scale

@@ -108,12 +108,18 @@ class Norm(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank addition (LoRA) to one of the stacked layers: a (r, K), b (N_i, r); layer: its index, from 0."""
+    """A low-rank addition (LoRA) to one of the stacked layers: a (r, K), b (N_i, r); layer: its index, from 0.
+
+    dropout: the share of its input's elements that are zero, others times 1 / (1 - dropout); seed: says which
+    (`dropped` in linear.py).
+    """
 
     a: Any
     b: Any
     scaling: float
     layer: int = 0
+    dropout: float = 0.0
+    seed: int = 0
 
 
 class Linear(NamedTuple):

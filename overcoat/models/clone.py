@@ -68,6 +68,7 @@ class Cloner:
             for name, part in clone.lora_B.items():
                 # An addition of the base's size at most: large scores would amplify FP32's own rounding.
                 part.weight.div_(max(1.0, 3.0 * abs(float(clone.scaling[name]))))
+                clone.lora_dropout[name].p = 0.0  # what is dropped differs from the block's
         return clone
 
     def _config(self, value: Any) -> Any:

@@ -353,8 +353,9 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
     for mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, *_ in family.branches(layer, 1):
-        ranks = {active.a.shape[0] for linear in (*in_proj, out_proj) for active in active_adapters(linear)}
-        extras += [f"LoRA of rank {rank} in the model's dtype" for rank in sorted(ranks)]
+        adapters = [active for linear in (*in_proj, out_proj) for active in active_adapters(linear)]
+        for rank, rate in sorted({(active.a.shape[0], active.dropout) for active in adapters}):
+            extras.append(f"LoRA of rank {rank}{f', dropout {rate}' if rate else ''} in the model's dtype")
         if layer_scale is not None:
             extras.append("LayerScale")
         if family.centered or isinstance(pre or post, nn.LayerNorm):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from overcoat.block import reference
 from overcoat.block.attention import Attention, Heads, observers
+from overcoat.block.linear import with_seeds
 from overcoat.block.mlp import Mlp
 from overcoat.block.norm import norm_forward
 from overcoat.block.offload import advance_offload, offload_active
@@ -385,7 +386,7 @@ class Fp8DecoderLayer(Mixin):
                     mask = mask_from(mask, kwargs, hidden_states, attends.mixer.heads.causal, window or 0)
                 mask = check_mask(mask, hidden_states.shape[-2])
         called = as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
-        block = block_of(called, family, self)
+        block = with_seeds(block_of(called, family, self))
         tables = Tables(*rotation_of(embeddings_of(family, kwargs), hidden_states, block), mask)
         if family.q_scale is not None:
             first = block.branches[0]

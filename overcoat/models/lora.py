@@ -1,8 +1,8 @@
 """peft's LoRA inside a layer: which of its linear layers run with the FP8 block, and what their adapters are.
 
 Layers are read by name and attributes, without importing peft. `lora.Linear` around nn.Linear or GPT-2's Conv1D, as it
-is by default, becomes `block.spec.Adapter`; whatever computes something else (DoRA, dropout, a quantized base, other
-tuners) is named in the reason why the layer stays as it is.
+is by default, becomes `block.spec.Adapter`; whatever computes something else (DoRA, a quantized base, other tuners) is
+named in the reason why the layer stays as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
+import torch
 from torch import nn
 
 from overcoat.block.spec import Adapter
@@ -19,11 +20,13 @@ from overcoat.models.family import class_name
 
 ALL = "all-linear"
 CLASS = ("peft.tuners.lora.layer", "Linear")
-NAMES = {"DoraLinearVariant": "DoRA"}
+NAMES = {"DoraLinearVariant": "DoRA, which divides by a norm of base and adapter together"}
 
 
-def add_lora(model: Any, rank: int, alpha: float = 16.0, targets: Sequence[str] = (ALL,), **options: Any) -> Any:
-    """Return a transformers model wrapped in peft's `PeftModel`: only its adapters train, in FP32, without dropout.
+def add_lora(
+    model: Any, rank: int, alpha: float = 16.0, targets: Sequence[str] = (ALL,), dropout: float = 0.0, **options: Any
+) -> Any:
+    """Return a transformers model wrapped in peft's `PeftModel`: only its adapters train, in FP32.
 
     Args:
         targets: layers that get adapters, by the end of their names, or (ALL,).
@@ -34,7 +37,7 @@ def add_lora(model: Any, rank: int, alpha: float = 16.0, targets: Sequence[str] 
     """
     peft = load_extra("peft", "hf", "LoRA")
     settings = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=ALL if tuple(targets) == (ALL,) else [*targets], lora_dropout=0.0,
+        r=rank, lora_alpha=alpha, target_modules=ALL if tuple(targets) == (ALL,) else [*targets], lora_dropout=dropout,
         task_type="CAUSAL_LM", **options,
     )  # fmt: skip
     with warnings.catch_warnings():
@@ -62,7 +65,7 @@ def parts_of(linear: Any) -> Iterator[Any]:
     if is_lora(linear):
         yield linear.base_layer
         for name in _names(linear):
-            yield from (linear.lora_A[name], linear.lora_B[name])
+            yield from (linear.lora_A[name], linear.lora_B[name], linear.lora_dropout[name])
 
 
 def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
@@ -72,9 +75,20 @@ def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
     if linear.disable_adapters and linear.merged:
         linear.unmerge()  # as its own forward does
     return [
-        Adapter(linear.lora_A[name].weight, linear.lora_B[name].weight, float(linear.scaling[name]), place)
+        Adapter(
+            linear.lora_A[name].weight,
+            linear.lora_B[name].weight,
+            float(linear.scaling[name]),
+            place,
+            _rate(linear.lora_dropout[name]),
+        )
         for name in _names(linear)
     ]
+
+
+def _rate(dropout: Any) -> float:
+    """Return the share of elements that peft's dropout module zeroes now."""
+    return float(dropout.p) if type(dropout) is nn.Dropout and dropout.training else 0.0
 
 
 def why_not_plain(linear: Any) -> Optional[str]:
@@ -94,8 +108,12 @@ def why_not_plain(linear: Any) -> Optional[str]:
         variant, dropout = linear.lora_variant.get(name), linear.lora_dropout[name]
         if variant is not None:
             return f"has {NAMES.get(type(variant).__name__, type(variant).__name__)}"
-        if not isinstance(dropout, nn.Identity) and (rate := getattr(dropout, "p", None)) != 0:
-            return f"has lora_dropout {rate}: only 0 is supported"
+        if type(dropout) not in (nn.Identity, nn.Dropout):
+            return f"has lora_dropout by a {class_name(dropout)}: only nn.Dropout is supported"
+        if (rate := _rate(dropout)) >= 1:
+            return f"has lora_dropout {rate}: only rates below 1 are supported"
+        if rate and torch.compiler.is_compiling():
+            return f"has lora_dropout {rate}: only 0 is supported in compiled code, whose seeds would not change"
         if linear.lora_B[name].bias is not None:
             return "has lora_bias"
     return None

@@ -17,7 +17,6 @@ import torch
 from overcoat.extras import load_extra
 from overcoat.models.lora import add_lora
 from overcoat.train.config import Config, LoraConfig, error_context, require
-from overcoat.train.process import is_first
 
 
 def base_name(config: Config) -> str:
@@ -40,10 +39,9 @@ def tokenizer_of(config: Config) -> str:
 
 
 def load_adapters(model: Any, config: Config) -> Any:
-    """Return the model with the adapters of model.name: to train on in FP32 without dropout, or merged into it."""
+    """Return the model with the adapters of model.name: to train on in FP32, or merged into it."""
     peft, name, merge = load_extra("peft", "hf", "adapters in model.name"), config.model.name, config.lora.merge_start
     settings = _settings(name)
-    dropout, settings.lora_dropout = settings.lora_dropout, 0.0
     device = str(next(model.parameters()).device)
     with error_context(f"model.name = {name!r}: ", Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -53,23 +51,21 @@ def load_adapters(model: Any, config: Config) -> Any:
         )
         if merge:
             model = model.merge_and_unload(safe_merge=True).requires_grad_(True)
-    if dropout and not merge and is_first():
-        warnings.warn(f"model.name = {name!r}: its lora_dropout = {dropout} is not applied", stacklevel=2)
     return model
 
 
 def add_adapters(
     model: Any, section: LoraConfig, seed: int, frozen: Sequence[str] = (), rows: dict[str, list[int]] | None = None
 ) -> Any:
-    """Return the model wrapped in peft's `PeftModel`: only its adapters train, in FP32, without dropout, drawn from
-    `seed`, and `rows` of tables. Modules named in `frozen` get none."""
+    """Return the model wrapped in peft's `PeftModel`: only its adapters train, in FP32, drawn from `seed`,
+    and `rows` of tables. Modules named in `frozen` get none."""
     torch.manual_seed(seed)
     options = {
         "exclude_modules": rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
         "trainable_token_indices": rows,
     }
     with error_context(f"lora.targets = {section.targets}: "):
-        return add_lora(model, section.rank, section.alpha, section.targets, **options)
+        return add_lora(model, section.rank, section.alpha, section.targets, section.dropout, **options)
 
 
 def _settings(folder: str) -> Any:

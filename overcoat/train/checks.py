@@ -18,6 +18,7 @@ LEAST_VOCABULARY = 257  # of a byte-level BPE: 256 bytes and the end of text
 # Options that compiled layers ignore, and options that CUDA graphs would get wrong.
 NOT_COMPILED = {
     "train.stream": "compiled layers cannot wait for their weights",
+    "lora.dropout": "compiled layers with it would run their own forward, not FP8",
     "recipe.offload_blocks": "compiled layers keep everything on the GPU",
     "memory.report": "it measures, and predicts, layers that are not compiled",
     "train.fp8_every": "operands inside of compiled layers are not seen",

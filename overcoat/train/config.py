@@ -24,8 +24,8 @@ from overcoat.extras import reason
 # Keys that may change on resuming: they do not affect the training itself.
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
-    "train.on_oom", "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir",
-    "data.on_lost", "train.stream",
+    "train.on_oom", "train.memory_limit_gib", "train.stream", "recipe.offload_blocks", "recipe.frozen_weights",
+    "optimizer.offload", "data.cache_dir", "data.on_lost",
     "checkpoint.", "eval.every", "eval.tasks", "lora.merge", "memory.", "sample.", "compare.", "parallel.shard",
     "parallel.nodes", "parallel.context",
 )  # fmt: skip
@@ -86,6 +86,7 @@ class ModelConfig:
 class LoraConfig:
     rank: int = option(0, "train adapters of this rank (LoRA) instead of the model; 0: none", at_least=0, at_most=2**16)
     alpha: float = option(16.0, "what adapters add is scaled by alpha / rank", above=0)
+    dropout: float = option(0.0, "share of an adapter's input that is zero, drawn anew each time", at_least=0, below=1)
     targets: list[str] = option(["all-linear"], 'layers that get adapters, by the end of their names, or "all-linear"')
     merge_start: bool = option(False, "merge the adapters that model.name holds into their model, and train that")
     merge: bool = option(False, "export the model with its adapters merged in, instead of the adapters")

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat import Recipe
+from overcoat.block.linear import dropped, with_seeds
+from overcoat.block.spec import Adapter, Block, Branch, Linear
 from overcoat.memory import record_kept
 from overcoat.models import verify
 from overcoat.models.family import decoder_layers
+from overcoat.models.lora import is_lora
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.zoo import assert_equal, make_batch, make_model, trained
 from tests.nightly import mostly_nightly
@@ -200,7 +203,7 @@ def test_adapters_are_saved_and_loaded(tmp_path: Any) -> None:
     ("options", "reason"),
     [
         ({"use_dora": True}, "mlp.down_proj has DoRA"),
-        ({"lora_dropout": 0.1}, "mlp.down_proj has lora_dropout 0.1"),
+        ({"lora_dropout": 1.0}, "mlp.down_proj has lora_dropout 1.0"),
         ({"lora_bias": True}, "mlp.down_proj has lora_bias"),
         ({"modules_to_save": ["down_proj"]}, "mlp.down_proj is a peft.utils.other.ModulesToSaveWrapper"),
     ],
@@ -220,6 +223,99 @@ def test_other_adapters_are_named(options: dict[str, Any], reason: str) -> None:
     assert f"original precision: {reason}" in report.running()["model.layers.0"]
     if "lora_dropout" not in options:
         torch.testing.assert_close(loss, after(**make_batch()).loss, rtol=1e-4, atol=0)
+
+
+class _SameElements(nn.Dropout):
+    """peft's dropout, of the elements that a seed of the block says."""
+
+    def __init__(self, p: float, seed: int) -> None:
+        super().__init__(p)
+        self.seed = seed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropped(x.flatten(0, -2), Adapter(None, None, 1.0, 0, self.p, self.seed)).view_as(x)
+
+
+# A norm before and none, a bias in the norm and rows in another order, (K, N) weights.
+DROPPING = [
+    (kind, recipe)
+    for kind in ("llama", "olmo2", "gpt_neox", "gpt2")
+    for recipe in (Recipe(), Recipe.leanest(), Recipe(linear_scaling="block"))
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), mostly_nightly(DROPPING, [DROPPING[n] for n in (0, 3, 7, 11)]))
+def test_dropout_trains_as_pefts(kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, inputs = adapted(make_model(kind, layers=2), lora_dropout=0.5), make_batch()
+    exact = copy.deepcopy(ours).double()
+    for number, layer in enumerate(module for module in exact.modules() if is_lora(module)):
+        layer.lora_dropout["default"] = _SameElements(0.5, number)
+    plain = trained(adapted(make_model(kind, layers=2)).double(), inputs)
+    report = overcoat.convert(ours, recipe)
+    layers = [module for module in ours.modules() if is_lora(module)]
+    places = {id(layer.lora_A["default"].weight): number for number, layer in enumerate(layers)}
+
+    def seeded(block: Block) -> Block:
+        def of(linear: Linear) -> Linear:
+            return linear._replace(adapters=tuple([each._replace(seed=places[id(each.a)]) for each in linear.adapters]))
+
+        branches = [each._replace(in_proj=of(each.in_proj), out_proj=of(each.out_proj)) for each in block.branches]
+        return block._replace(branches=tuple(branches))
+
+    monkeypatch.setattr("overcoat.models.decoder.with_seeds", seeded)
+    found, expected = trained(ours, inputs), trained(exact, inputs)
+    assert all_in_fp8(ours, report)
+    assert "dropout 0.5" in report.layers[0].detail
+    assert found.keys() == expected.keys()
+    decibels = {name: (sqnr(each, found[name]), sqnr(each, plain[name])) for name, each in expected.items()}
+    assert min(same for same, _ in decibels.values()) > 9.0
+    gains = {name: same - other for name, (same, other) in decibels.items() if name != "loss"}
+    assert min(gains.values()) > 8.0, gains
+
+
+def test_dropout_draws_anew_for_each_adapter_and_forward_but_not_for_a_backward() -> None:
+    x, adapter = torch.ones(64, 256), Adapter(None, None, 1.0, 0, 0.25, 7)
+    once = dropped(x, adapter)
+    assert once.unique().tolist() == pytest.approx([0.0, 1.0 / 0.75])
+    assert float((once == 0).float().mean()) == pytest.approx(0.25, abs=0.02)
+    assert torch.equal(dropped(x.bfloat16(), adapter) == 0, once == 0)
+    linear = Linear(
+        (None,) * 3, (None,) * 3, adapters=(adapter, adapter._replace(layer=1), adapter._replace(dropout=0.0))
+    )
+    block = Block((Branch(None, linear, Linear((None,), (None,))),))
+    torch.manual_seed(5)
+    seeds = [{each.seed for each in with_seeds(block).branches[0].in_proj.adapters} for _ in range(2)]
+    assert len(seeds[0] | seeds[1]) == 6
+    torch.manual_seed(5)
+    assert {each.seed for each in with_seeds(block).branches[0].in_proj.adapters} == seeds[0]
+    before = torch.get_rng_state()
+    assert with_seeds(Block((Branch(None, Linear((), ()), Linear((), ())),)))  # draws nothing
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_is_off_in_eval_and_repeated_under_checkpoints() -> None:
+    model, inputs = adapted(make_model("llama", layers=2), lora_dropout=0.25), make_batch()
+    overcoat.convert(model, eval_fp8=True)
+    torch.manual_seed(0)
+    whole = trained(model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad()
+    torch.manual_seed(0)
+    assert_equal(trained(model, inputs), whole)
+    other = adapted(make_model("llama", layers=2))
+    overcoat.convert(other, eval_fp8=True)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).loss, other.eval()(**inputs).loss)
+
+
+def test_compiled_layers_with_dropout_run_their_own_forward() -> None:
+    """Compiled code would have the seeds of its first pass."""
+    model, inputs = adapted(make_model("llama", layers=1), lora_dropout=0.5), make_batch()
+    overcoat.convert(model)
+    model.base_model.model.model.layers[0].compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"lora_dropout 0\.5"):
+        first = model(**inputs).loss
+    assert model(**inputs).loss != first
 
 
 def test_other_tuners_are_named() -> None:

@@ -98,11 +98,10 @@ def test_merged_first_it_is_a_model_as_any_other(
         assert set(trained) == {name for name, _ in expected.named_parameters()} - frozen
 
 
-def test_their_dropout_is_not_applied_and_said(started: Callable[..., Config], tmp_path: Path) -> None:
+def test_their_dropout_is_applied(started: Callable[..., Config], tmp_path: Path) -> None:
     save(tmp_path, lora_dropout=0.05)
-    with pytest.warns(UserWarning, match=r"lora_dropout = 0\.05 is not applied"):
-        model = build_model(started(), None, CPU)
-    assert not any(isinstance(module, torch.nn.Dropout) for module in model.modules())
+    model = build_model(started(), None, CPU)
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.05}
 
 
 @pytest.mark.parametrize(

@@ -186,3 +186,20 @@ def test_a_base_held_in_fp8_changes_no_bit(lora_config: Any, console: Console, t
     assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
     with pytest.raises(ValueError, match=r"recipe\.frozen_weights"):
         run(lora_config("recipe.frozen_weights=fp8", "lora.merge=true"), console)
+
+
+def test_dropout_goes_on_bit_for_bit(
+    lora_config: Any, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(lora_config("lora.dropout=0.5", f"train.run_dir={tmp_path}/whole"), console)
+    with monkeypatch.context() as patch:
+        stop_at(3, patch)
+        with pytest.raises(RunStoppedError):
+            run(lora_config("lora.dropout=0.5"), console)
+    run(lora_config("lora.dropout=0.5"), console)
+    assert "dropout 0.5" in text_of(console)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    run(lora_config(f"train.run_dir={tmp_path}/without"), console)
+    assert losses(tmp_path / "without") != losses(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"lora\.dropout"):
+        run(lora_config("lora.dropout=0.5", "train.compile=layers"), console)
