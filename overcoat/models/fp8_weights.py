@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from overcoat.extras import load_extra
 from overcoat.formats import quantize_blocks
 from overcoat.models.family import decoder_layers, tower_path
+from overcoat.models.frozen import FrozenWeight
 from overcoat.models.linear_layers import ROUTERS
 from overcoat.optim.sharding import gather
 
@@ -87,7 +88,7 @@ def _tensors(model: Any, groups: list[dict[str, Tensor]], chosen: set[str], bloc
         with torch.no_grad():
             # Only what has the model's own dtype: transformers keeps some in FP32.
             whole = {
-                name: gather(each.detach()).to(torch.bfloat16 if _is_of(each, dtype) else each.dtype)
+                name: gather(_decoded(each)).to(torch.bfloat16 if _is_of(each, dtype) else each.dtype)
                 for name, each in group.items()
             }
             found = _as_in_files(model, whole)
@@ -98,6 +99,10 @@ def _tensors(model: Any, groups: list[dict[str, Tensor]], chosen: set[str], bloc
                 yield name + SCALE, scale
             else:
                 yield name, tensor.contiguous()
+
+
+def _decoded(tensor: Tensor) -> Tensor:
+    return tensor.decoded() if isinstance(tensor, FrozenWeight) else tensor.detach()
 
 
 def _is_of(tensor: Tensor, dtype: torch.dtype) -> bool:

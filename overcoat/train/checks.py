@@ -120,6 +120,11 @@ def _combined(config: Config) -> list[Row]:
             "new adapters fit only the model that lora.merge_start makes: set lora.merge = true to export it",
         ),
         (
+            "recipe.frozen_weights",
+            config.recipe.frozen_weights == "fp8" and not lora.rank,
+            "checkpoints would need the weights: it is for the base of adapters, set lora.rank",
+        ),
+        (
             "lora.merge",
             lora.merge and config.recipe.frozen_weights == "fp8",
             "recipe.frozen_weights = 'fp8' has only codes to merge into: merge the exported adapters into the model",

@@ -20,6 +20,7 @@ from overcoat.export import command
 from overcoat.export.command import write_fp8
 from overcoat.formats import Quantized, dequantize_blocks, quantize_blocks
 from overcoat.models.fp8_weights import SCALE
+from overcoat.models.frozen import FrozenWeight
 from overcoat.train.checkpoint import load_model
 from overcoat.train.files import RECORD, verify_directory
 from tests.eval.conftest import sentences
@@ -158,6 +159,17 @@ def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(ValueError, match="merge_and_unload"):
         overcoat.fp8_state_dict(adapted)
     assert any(name.endswith(SCALE) for name, _ in overcoat.fp8_state_dict(adapted.merge_and_unload()))
+
+
+def test_weights_that_are_held_in_fp8_are_decoded_first() -> None:
+    model = model_of("llama").train().requires_grad_(False)
+    overcoat.convert(model, overcoat.Recipe(linear_scaling="block", frozen_weights="fp8"))
+    name, weight = next((n, each) for n, each in model.named_parameters() if isinstance(each, FrozenWeight))
+    found = dict(overcoat.fp8_state_dict(model))
+    assert {type(each) for each in found.values()} == {torch.Tensor}
+    codes, scale = quantize_blocks(weight.decoded(), (128, 128))
+    assert torch.equal(found[name].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found[name + SCALE], scale)
 
 
 def _sharded(rank: int, place: str) -> None:
