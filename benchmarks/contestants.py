@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -167,13 +168,15 @@ OURS_8BIT = "overcoat 8bit, bf16+8"
 
 class Trainer(NamedTuple):
     """A contestant: how its layers run, its optimizer (one of `OPTIMIZERS`), whether gradients are released to it,
-    whether its weights travel in FP8 between GPUs, whether its layers are streamed from host memory."""
+    whether its weights travel in FP8 between GPUs, whether its layers are streamed from host memory, and how many
+    stay."""
 
     engine: Engine
     optimizer: str = OURS_8BIT
     released: bool = False
     fp8_all_gather: bool = False
     streamed: bool = False
+    resident: int = 0
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -200,7 +203,7 @@ class Trainer(NamedTuple):
             optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
         if self.streamed:
             is_meta = any(each.is_meta for each in model.parameters())
-            overcoat.stream(model, optimizer, weights="random" if is_meta else None)
+            overcoat.stream(model, optimizer, resident=self.resident, weights="random" if is_meta else None)
         elif self.released and isinstance(optimizer, overcoat.AdamW):
             overcoat.release_gradients(model, optimizer)
         elif self.released:
@@ -209,7 +212,7 @@ class Trainer(NamedTuple):
 
 
 # How `trainer_of` knows a recipe, and what may follow it: gradients released, CUDA graphs, weights in BF16 alone,
-# layers streamed.
+# layers streamed (and ", 8 resident").
 CUSTOM = "overcoat recipe "
 WAYS = ("", ", released", ", graphs", ", graphs, released", ", bf16 w.", ", bf16 w., graphs", ", streamed")
 OURS, LEANEST = ENGINES["overcoat"], ENGINES["overcoat leanest"]
@@ -247,11 +250,12 @@ def trainer_of(name: str) -> Trainer:
     if name in TRAINERS or not name.startswith(CUSTOM):
         return TRAINERS[name]
     recipe, *ways = name.removeprefix(CUSTOM).split(", ")
+    resident = int(ways.pop().split()[0]) if re.fullmatch(r"[0-9]+ resident", ways[-1] if ways else "") else 0
     if "".join(f", {way}" for way in ways) not in WAYS:
         raise ValueError(f"{name!r} ends in none of {', '.join(map(repr, WAYS))}")
     engine = overcoat_engine(parse_recipe(recipe.split()), **(AS_GRAPHS if "graphs" in ways else {}))
     optimizer = "overcoat 8bit, bf16" if "bf16 w." in ways else OURS_8BIT
-    return Trainer(engine, optimizer, "released" in ways, streamed="streamed" in ways)
+    return Trainer(engine, optimizer, "released" in ways, streamed="streamed" in ways, resident=resident)
 
 
 def loss_function(model: Any, context: Context) -> Callable[[dict[str, Any]], Tensor]:

@@ -63,6 +63,7 @@ def stream(
     optimizer: AdamW,
     *,
     device: Optional[torch.device | str] = None,
+    resident: int = 0,
     weights: Optional[str | Path] = None,
 ) -> Stream:
     """Keep the FP8 weights of converted layers, and their optimizer states, in host memory, and step them in the
@@ -75,6 +76,8 @@ def stream(
         model: converted; on the GPU, or better in host memory, from where what is not streamed moves to the GPU.
         optimizer: an `overcoat.AdamW` of its parameters, or of some (adapters, say).
         device: that computes; None: the model's, or if it is in host memory the current GPU, or else the CPU.
+        resident: layers that stay on the device as a whole, spread over the model: 6 bytes of each of their weights
+            cross the link less, each way, for 5 bytes of memory.
         weights: of a transformers model on the meta device, which then never exists twice, nor as a whole on the GPU:
             a folder with safetensors under the model's own names, or "random" for the model's own initialization,
             drawn on `device`.
@@ -86,7 +89,7 @@ def stream(
         ValueError: the arguments cannot work together, or the host has too little memory; nothing has been changed.
         RuntimeError: the system does not let this process lock so much memory.
     """
-    return Stream(model, optimizer, _device_of(model, device), weights)
+    return Stream(model, optimizer, _device_of(model, device), resident, weights)
 
 
 def _device_of(model: nn.Module, device: Optional[torch.device | str]) -> torch.device:
@@ -118,11 +121,16 @@ class Stream(GradientRelease):
     keeps_on_host = True
 
     def __init__(
-        self, model: nn.Module, optimizer: AdamW, device: torch.device, weights: Optional[str | Path] = None
+        self,
+        model: nn.Module,
+        optimizer: AdamW,
+        device: torch.device,
+        resident: int = 0,
+        weights: Optional[str | Path] = None,
     ) -> None:
         check_release(model, optimizer, BATCH_BYTES)
-        self.device, self.left = device, dict[str, str]()
-        self.layers = self._choose(model)
+        self.device = device
+        self.layers, self.left = streamed_layers(model, resident)
         self.stacks = [stack for layer in self.layers for stack in layer.stacks]
         self._check(model, optimizer)
         source = Source(model, weights)
@@ -157,25 +165,6 @@ class Stream(GradientRelease):
         return lambda *given: method(number, *given)
 
     # ---- setting up -----------------------------------------------------------------------------------
-
-    def _choose(self, model: nn.Module) -> list[Layer]:
-        """Return the layers whose weights can be streamed."""
-        layers: list[Layer] = []
-        shared = _shared(model)
-        for path, module in model.named_modules():
-            if not isinstance(module, Fp8DecoderLayer):
-                continue
-            names = {id(each): f"{path}.{name}.weight".removeprefix(".") for name, each in module.named_modules()}
-            stacks = []
-            for modules, reason in fp8_stacks(module, functools.partial(_rows, shared)):
-                own = [names[id(base_of(each))] for each in modules]
-                if reason is None:
-                    stacks.append(Stack(modules, own, module.overcoat_recipe.linear_scaling))
-                else:
-                    self.left.update(dict.fromkeys(own, reason))
-            if stacks:
-                layers.append(Layer(len(layers), path, module, stacks))
-        return layers
 
     def _check(self, model: nn.Module, optimizer: AdamW) -> None:
         if not self.layers:
@@ -493,6 +482,36 @@ def _refuse_backward(_gradient: Tensor) -> None:
         "overcoat.stream: a streamed layer that ran in eval() has no backward, since its weights have left the device: "
         "call train(), or use torch.no_grad() to evaluate"
     )
+
+
+def streamed_layers(model: nn.Module, resident: int = 0) -> tuple[list[Layer], dict[str, str]]:
+    """Return the layers of a converted model that are streamed, all but `resident` ones, and why other weights of
+    theirs cannot be.
+
+    The first layer is the first to stay: the forward then waits for no weights that have just been stepped.
+    """
+    layers: list[Layer] = []
+    left, shared = dict[str, str](), _shared(model)
+    for path, module in model.named_modules():
+        if not isinstance(module, Fp8DecoderLayer):
+            continue
+        names = {id(each): f"{path}.{name}.weight".removeprefix(".") for name, each in module.named_modules()}
+        stacks = []
+        for modules, reason in fp8_stacks(module, functools.partial(_rows, shared)):
+            own = [names[id(base_of(each))] for each in modules]
+            if reason is None:
+                stacks.append(Stack(modules, own, module.overcoat_recipe.linear_scaling))
+            else:
+                left.update(dict.fromkeys(own, reason))
+        if stacks:
+            layers.append(Layer(len(layers), path, module, stacks))
+    if isinstance(resident, bool) or not isinstance(resident, int) or not 0 <= resident < max(len(layers), 1):
+        raise ValueError(f"stream: resident {resident!r} must be a number of layers, from 0 to {len(layers) - 1}")
+    stay = {place * len(layers) // resident for place in range(resident)}
+    layers = [layer for layer in layers if layer.number not in stay]
+    for number, layer in enumerate(layers):
+        layer.number = number
+    return layers, left
 
 
 def _shared(model: nn.Module) -> set[int]:

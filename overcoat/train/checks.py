@@ -179,6 +179,7 @@ def _combined(config: Config) -> list[Row]:
             bool(released and optimizer.clip),
             f"no moment has all gradients to clip at {optimizer.clip}: set optimizer.clip to 0",
         ),
+        ("train.resident", bool(train.resident) and not train.stream, "is for train.stream alone; drop it"),
         (
             "optimizer.offload",
             optimizer.offload and optimizer.name == "muon",
@@ -221,6 +222,7 @@ def _combined(config: Config) -> list[Row]:
         ),
         *([] if train.epochs else _schedule(config)),  # that of epochs once their steps are known
         ("memory.report", bool(config.memory.report and config.not_estimated), unknown),
+        ("memory.report", config.memory.report and train.stream, "measures resident models: leave train.stream out"),
         ("train.batch_size", bool(is_auto and config.not_estimated), unknown),
     ]
 

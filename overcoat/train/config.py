@@ -24,8 +24,8 @@ from overcoat.extras import reason
 # Keys that may change on resuming: they do not affect the training itself.
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
-    "train.on_oom", "train.memory_limit_gib", "train.stream", "recipe.offload_blocks", "recipe.frozen_weights",
-    "optimizer.offload", "data.cache_dir", "data.on_lost",
+    "train.on_oom", "train.memory_limit_gib", "train.stream", "train.resident", "recipe.offload_blocks",
+    "recipe.frozen_weights", "optimizer.offload", "data.cache_dir", "data.on_lost",
     "checkpoint.", "eval.every", "eval.tasks", "lora.merge", "memory.", "sample.", "compare.", "parallel.shard",
     "parallel.nodes", "parallel.context",
 )  # fmt: skip
@@ -249,6 +249,7 @@ class TrainConfig:
     stream: bool = option(
         False, "layers' weights and states in host memory, a layer on the GPU; needs clip=0, no accumulation"
     )
+    resident: int = option(0, "with train.stream: layers that stay on the GPU", at_least=0)
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
     log_every: int = option(10, "steps between logged losses", at_least=1)
     fp8_every: int = option(0, "steps between samples of how FP8 operands use their range; 0: none", at_least=0)
@@ -357,7 +358,6 @@ class Config:
         unknown |= {"model.name": self.model.holds_adapters and not self.lora.merge_start and "adapters"}
         unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
         unknown |= {"parallel.context": self.parallel.context > 1 and self.parallel.context}
-        unknown |= {"train.stream": self.train.stream}
         return next(
             (f"{key} = {value!r}, which the estimate does not know" for key, value in unknown.items() if value), ""
         )

@@ -290,7 +290,7 @@ def make_state(
     memory.forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.train.stream:
-        overcoat.stream(model, optimizer, device=device)
+        overcoat.stream(model, optimizer, device=device, resident=config.train.resident)
     elif config.optimizer.release_gradients:
         overcoat.release_gradients(model, optimizer)
     if config.train.compile != "none":

@@ -124,6 +124,7 @@ def test_a_recipe_is_a_contestant() -> None:
         assert (trainer.engine.graphs, trainer.released) == ("graphs" in way, "released" in way)
         assert trainer.streamed == ("streamed" in way)
         assert (trainer.optimizer == "overcoat 8bit, bf16") == ("bf16 w." in way)
+    assert trainer_of(f"{name}, streamed, 8 resident").resident == 8
     model = build_model(SMALL, torch.bfloat16, "cpu")
     trainer_of(name).prepare(model)
     assert model.model.layers[0].overcoat_recipe == Recipe(offload_blocks=1)

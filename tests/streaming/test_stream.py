@@ -100,6 +100,14 @@ def test_streamed_steps_equal_resident_ones_bit_for_bit(case, device):
     torch.testing.assert_close(resident[1].grad_norm, streamed[1].grad_norm, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("resident", "streamed"), [(1, [1, 2]), (2, [2])])
+def test_some_layers_stay_on_the_device(resident, streamed, device):
+    model = make_model("llama", layers=3, **SMALL)
+    run = (model, *prepare(model, Recipe(), device, True, {"resident": resident}))
+    assert [layer.name for layer in run[2].layers] == [f"model.layers.{place}" for place in streamed]
+    assert_same_run(make("default", device, False), run, device)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"moments": "fp32", "master": "bf16+16"}, {"moments": "fp8", "master": "bf16", "offload": True}],
