@@ -21,19 +21,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from overcoat.estimate import table
 from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.fit import Room, advise
-from overcoat.estimate.predict import Predictor
+from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.estimate.setup import DTYPES, Setup
-from overcoat.estimate.times import GPUS, NETWORK, Cluster
+from overcoat.estimate.times import GPUS, NETWORK, PCIE_BOTH, Cluster
 from overcoat.extras import fit_terminal, importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
 from overcoat.models.convert import check_converted
-from overcoat.models.dummy_batch import SIDE
+from overcoat.models.dummy_batch import SIDE, sees
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
 
@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose speed is predicted (default h200)")
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="of one GPU: 80GB, 141GB, 24GiB")
+    parser.add_argument(
+        "--link", type=rate, metavar="RATE", default=PCIE_BOTH,
+        help=f"between host and GPU, each way: 48GB/s (default {PCIE_BOTH / 1e9:.0f}GB/s)",
+    )  # fmt: skip
+    parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="of the host, with --stream: 256GB")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
     parser.set_defaults(function=run)
     setup = parser.add_argument_group("how it is trained, with --model", argument_default=argparse.SUPPRESS)
@@ -75,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="of the moments (default 128)")
     setup.add_argument("--release-gradients", action="store_true", help="overcoat.release_gradients")
     setup.add_argument("--offload", action="store_true", help="AdamW(offload=True): states in host memory")
+    setup.add_argument("--stream", action="store_true", help="overcoat.stream: layers in host memory, on one GPU")
+    setup.add_argument("--resident", type=positive, help="with --stream: layers that stay on the GPU (default 0)")
     setup.add_argument("--accumulation", type=positive, help="micro-batches in a step (default 1)")
     setup.add_argument("--dtype", choices=DTYPES, help="of the parameters (default bfloat16)")
     setup.add_argument("--reduce-dtype", choices=DTYPES, help="in which FSDP2 sums gradients (default: in theirs)")
@@ -104,6 +111,11 @@ def memory_size(text: str) -> int:
     if size < SMALLEST:
         raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes, less than any GPU has; write 80GB or 80GiB")
     return size
+
+
+def rate(text: str) -> float:
+    """Parse "48GB/s" to bytes a second; argparse prints the error."""
+    return float(memory_size(text.strip().removesuffix("/s")))
 
 
 def parse_recipe(words: list[str]) -> Recipe:
@@ -142,7 +154,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the estimate. `parsed.read_config`: path, overrides, memory, cluster -> what `_what` returns."""
     with _scanned_once():
         load_extra("transformers.modeling_utils", "hf", "overcoat estimate")
-    cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9, parsed.gpu).check()
+    cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9, parsed.gpu, parsed.link).check()
     predictor, batch, sequence, setup, note = _what(parsed, cluster)
     prediction = predictor.predict(batch, sequence, setup, cluster.sharding)
     check_converted(prediction.report)  # as the training does
@@ -169,9 +181,43 @@ def run(parsed: argparse.Namespace) -> int:
     print(table.component_table(prediction))
     if times is not None:
         print(fit_terminal(table.time_line(times, tokens, cluster)))
+        if setup.stream:
+            print(fit_terminal(table.limit_line(times, tokens, cluster)))
+    if parsed.host_memory is not None:
+        require_stream(setup, parsed.gpu_memory)
+        name, found = largest_streamed(batch, sequence, setup, parsed.gpu_memory, parsed.host_memory)
+        print(fit_terminal(table.largest_line(name, found, parsed.gpu_memory, parsed.host_memory)))
     if room is not None and advice is not None:
         print(fit_terminal(f"\n{table.rung_table(room, advice)}\n\n{table.recommendation(room, advice)}"))
     return 0
+
+
+def require_stream(setup: Setup, gpu_memory: int | None) -> None:
+    """Raise ValueError if `--host-memory` decides nothing."""
+    if not setup.stream or gpu_memory is None:
+        raise ValueError("--host-memory goes with --stream and --gpu-memory: which is the largest model for both")
+
+
+def largest_streamed(batch: int, sequence: int, setup: Setup, gpu: int, host: int) -> tuple[str, Optional[Prediction]]:
+    """Return the largest of the named models of text without experts that can be streamed, and its prediction."""
+    configs = {name: model.config() for name, model in MODELS.items()}
+    dense = {name: config for name, config in configs.items() if not sees(config) and not _has_experts(config)}
+    for name in sorted(dense, key=lambda name: _rough_size(dense[name]), reverse=True):
+        with contextlib.suppress(ValueError):  # layers that cannot be streamed
+            prediction = Predictor(dense[name]).predict(batch, sequence, setup)
+            if prediction.total_bytes <= gpu and prediction.host_bytes <= host:
+                return name, prediction
+    return "", None
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+
+
+def _rough_size(config: Any) -> int:
+    """Return about how many parameters a model has: enough for an order."""
+    width, layers = config.hidden_size, config.num_hidden_layers
+    return int(layers * width * (4 * width + 3 * config.intermediate_size) + 2 * width * config.vocab_size)
 
 
 def _what(parsed: argparse.Namespace, cluster: Cluster) -> tuple[Predictor, int, int, Setup, str]:

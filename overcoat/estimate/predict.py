@@ -21,7 +21,14 @@ from overcoat.estimate.fsdp import part_bytes
 from overcoat.estimate.meter import GATHERED, GRADIENTS
 from overcoat.estimate.phases import OPTIMIZER, Phase, kind_of
 from overcoat.estimate.setup import Setup
-from overcoat.estimate.times import ONE, Cluster, Sizes, Times, step_times
+from overcoat.estimate.streaming import (
+    code_bytes,
+    stream_buffers,
+    stream_host_bytes,
+    waiting_gradients,
+    weights_of,
+)
+from overcoat.estimate.times import ONE, Cluster, Crossing, Sizes, Times, step_times
 from overcoat.estimate.workspaces import aligned
 from overcoat.kernels.muon import flops
 from overcoat.memory import SavedReport
@@ -31,6 +38,8 @@ from overcoat.optim.muon import round_bytes
 from overcoat.optim.offload import SLOTS
 from overcoat.optim.state import MUON, state_fields
 from overcoat.pinned_memory import packed
+from overcoat.streaming.layers import Layer
+from overcoat.streaming.stream import streamed_layers
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
 # lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes. They hold for
@@ -115,7 +124,7 @@ class Predictor:
         self.config, self.loss_of = config, loss_of
         self._runs: dict[Any, DryRun] = {}
         self._models: dict[Any, Trained] = {}
-        self._lasting = functools.cache(_lasting)
+        self._cached = functools.cache(_lasting)
 
     def predict(self, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
         """Predict the memory of a step of `batch` rows of `sequence` tokens in one forward pass on each GPU.
@@ -124,12 +133,16 @@ class Predictor:
         """
         setup = setup or Setup()
         model, run = self._run(batch, sequence, setup, gpus)
-        matrices = model.matrices if setup.optimizer == MUON else ()
-        lasting, host = self._lasting(model.parameters, matrices, setup, gpus)
-        living, buffers = run.phases[setup.release_gradients], {ROUND: round_bytes(matrices, gpus)} if matrices else {}
+        matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
+        lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers))
+        host += stream_host_bytes(layers)
+        lasting["offload buffers"] += stream_buffers(layers)
+        living, buffers = run.phases[setup.releases], {ROUND: round_bytes(matrices, gpus)} if matrices else {}
         by_phase = [
             _together(lasting, {**fullest, **(buffers if _steps(label, setup) else {})}) for label, fullest, _ in living
         ]
+        for of, found in zip(living, by_phase, strict=True):
+            found[GRADIENTS] += waiting_gradients(layers, of.label)
         base, peaks = sum(lasting.values()), [sum(each.values()) for each in by_phase]
         phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(living, peaks, strict=True)]
         fullest = peaks.index(max(peaks))
@@ -151,15 +164,37 @@ class Predictor:
         """Predict the seconds of a step."""
         gpus = cluster.sharding
         model, run = self._run(batch, sequence, setup, gpus)
-        matrices = model.matrices if setup.optimizer == MUON else ()
-        lasting, host = self._lasting(model.parameters, matrices, setup, gpus)
+        matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
+        lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers))
         trained = sum(part_bytes(each, gpus) for each in model.parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
         weights = sum(each.nbytes for each in model.parameters)
         wider = (setup.torch_reduce_dtype or setup.torch_dtype).itemsize / setup.torch_dtype.itemsize
         work = sum(flops(each.shape[-2], each.shape[-1], 5) * each.shape[:-2].numel() for each in matrices) / gpus
-        sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host, work)
-        return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
+        crossing = Crossing(0, 0)
+        if layers:
+            moved = weights_of(layers)
+            stepped = sum(each.nbytes for each in model.parameters if id(each) in moved and each.requires_grad)
+            crossing, states, host = Crossing(code_bytes(layers), stepped + host), states + host, 0
+        sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host, work, crossing)
+        return step_times(run.work, sizes, setup.accumulation, setup.releases, cluster)
+
+    def _streamed(self, model: Trained, setup: Setup, gpus: int) -> tuple[Layer, ...]:
+        """Return the layers that are streamed; ValueError: none can be."""
+        if not setup.stream:
+            return ()
+        if setup.is_sharded(gpus):
+            raise ValueError(f"stream: estimated on one GPU only, not on {gpus}: use --gpus 1, or leave --stream out")
+        layers, left = streamed_layers(model.model, setup.resident)
+        if not layers:
+            raise ValueError(
+                f"stream: no weight can be streamed: {'; '.join(dict.fromkeys(left.values())) or 'no FP8'}"
+            )
+        return tuple(layers)
+
+    def _lasting(self, *arguments: Any) -> tuple[dict[str, int], int]:
+        lasting, host = self._cached(*arguments)
+        return dict(lasting), host
 
     def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[Trained, DryRun]:
         """Return the model, and a dry run of it."""
@@ -208,16 +243,18 @@ def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]
 
 def _steps(label: str, setup: Setup) -> bool:
     """True if the optimizer works in a phase."""
-    return kind_of(label) == "backward" if setup.release_gradients else label == OPTIMIZER
+    return kind_of(label) == "backward" if setup.releases else label == OPTIMIZER
 
 
 def _lasting(
-    parameters: tuple[Tensor, ...], matrices: tuple[Tensor, ...], setup: Setup, gpus: int
-) -> tuple[dict[str, int], int]:
+    parameters: tuple[Tensor, ...], matrices: tuple[Tensor, ...], setup: Setup, gpus: int,
+    streamed: frozenset[int] = frozenset(),
+) -> tuple[dict[str, int], int]:  # fmt: skip
     """Return the bytes that last for the whole step, and the bytes of offloaded states in host memory. Sizes are the
-    tensors' own; what the allocator's multiples add to them is among the libraries'. matrices: Muon's."""
+    tensors' own; what the allocator's multiples add to them is among the libraries'. matrices: Muon's; streamed: ids of
+    parameters in host memory."""
     orthogonalized = set(map(id, matrices))
-    weights, host = [part_bytes(parameter, gpus) for parameter in parameters], 0
+    weights, host = [part_bytes(parameter, gpus) for parameter in parameters if id(parameter) not in streamed], 0
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     moments: list[int] = []
     remainders: list[int] = []
@@ -228,7 +265,7 @@ def _lasting(
             value = torch.empty(field.shape, dtype=field.dtype, device="meta")
             # Those of vectors are whole on every process.
             size = part_bytes(value, gpus) if parameter.dim() > 1 and field.shape else value.nbytes
-            if setup.offload and name != "step":
+            if (setup.offload or id(parameter) in streamed) and name != "step":
                 moved.append(size)
             else:
                 (remainders if name == "remainder" else moments).append(size)

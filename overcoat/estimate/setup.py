@@ -24,6 +24,8 @@ class Setup:
 
     Attributes:
         optimizer: "adamw", or "muon" for the matrices of hidden layers.
+        stream: `overcoat.stream`: layers' weights and states are in host memory; gradients are released, too.
+        resident: layers that stay on the GPU with `stream`.
         accumulation: forward passes in an optimizer step.
         document_mask: rows hold several documents, so attention has a mask.
         reduce_dtype: the dtype in which FSDP2 sums gradients; None: their own.
@@ -45,6 +47,8 @@ class Setup:
     release_gradients: bool = False
     offload: bool = False
     offload_buffer: int = 192 * 2**20
+    stream: bool = False
+    resident: int = 0
     accumulation: int = 1
     dtype: str = "bfloat16"
     document_mask: bool = False
@@ -72,11 +76,19 @@ class Setup:
             raise ValueError(f"group_size {self.group_size!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
         if self.accumulation < 1:
             raise ValueError(f"accumulation {self.accumulation!r} must be at least 1, forward passes in a step")
-        if self.release_gradients and self.accumulation > 1:
+        if self.resident and not self.stream:
+            raise ValueError(f"resident {self.resident} is for stream alone: add it, or leave resident out")
+        if self.releases and self.accumulation > 1:
+            what = "stream" if self.stream else "release_gradients"
             raise ValueError(
-                f"release_gradients cannot accumulate {self.accumulation} forward passes: the weights move in the "
-                "first one's backward. Use accumulation 1, or keep the gradients"
+                f"{what} cannot accumulate {self.accumulation} forward passes: the weights move in the first one's "
+                "backward. Use accumulation 1, or keep the gradients"
             )
+
+    @property
+    def releases(self) -> bool:
+        """True if gradients are stepped and freed in the backward."""
+        return self.release_gradients or self.stream
 
     def is_sharded(self, gpus: int) -> bool:
         """True if FSDP2 shards the model, on one GPU too."""
@@ -103,7 +115,7 @@ class Setup:
     def without_optimizer(self) -> Setup:
         """Return the setup reduced to what a dry run depends on; passes after the second are like the second."""
         of_states = ("optimizer", "moments", "master", "group_size", "offload", "offload_buffer")
-        default = {name: getattr(Setup, name) for name in (*of_states, "release_gradients")}
+        default = {name: getattr(Setup, name) for name in (*of_states, "release_gradients", "stream", "resident")}
         return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)
 
     def of_model(self) -> Setup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Optional
 
 from overcoat.estimate.delta_rule import ASSUMED
@@ -40,7 +41,8 @@ def component_table(prediction: Prediction) -> str:
 
 def time_line(times: Times, tokens: int, cluster: Cluster) -> str:
     """Format the time of a step, tokens per GPU, and the measured error of such predictions."""
-    parts = ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in times._asdict().items() if seconds >= 5e-4)
+    named = list(times._asdict().items())[:-1]
+    parts = ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in named if seconds >= 5e-4)
     all_gpus = f" ({cluster.gpus * tokens / times.step:,.0f} in all)" if cluster.gpus > 1 else ""
     where = f", {cluster.nodes} hosts, {cluster.network / 1e9:.0f} GB/s between them" if cluster.nodes > 1 else ""
     fast, slow = (max(times.on_gpu, share * times.host) for share in HOSTS)
@@ -49,6 +51,24 @@ def time_line(times: Times, tokens: int, cluster: Cluster) -> str:
         f"about {tokens / times.step:,.0f} tokens/s on each {cluster.gpu.upper()}{all_gpus}{where}: "
         f"{times.step * 1e3:,.0f} ms a step; {parts}{hosts}\n({ERROR})"
     )
+
+
+def limit_line(times: Times, tokens: int, cluster: Cluster) -> str:
+    """Return a line on what limits a step with `overcoat.stream`, or ""."""
+    if not times.most_crossing:
+        return ""
+    enough = math.ceil(tokens * times.most_crossing)
+    limit = "the link" if times.most_crossing > 1 else "the GPU"
+    return f"{limit} limits: at {cluster.link / 1e9:g} GB/s each way computing does from about {enough:,} tokens a step"
+
+
+def largest_line(name: str, prediction: Optional[Prediction], limit: int, host: int) -> str:
+    """Return a line on the largest model that can be streamed."""
+    where = f"{gib(limit)} GiB of GPU and {gib(host)} GiB of host memory"
+    if prediction is None:
+        return f"none of the named models fits into {where}"
+    needed, on_host = gib(prediction.total_bytes), gib(prediction.host_bytes)
+    return f"the largest named model for {where}: {name}, {needed} and {on_host} GiB"
 
 
 def not_converted(prediction: Prediction) -> str:

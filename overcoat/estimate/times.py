@@ -8,6 +8,7 @@
     optimizer    weights and states both ways, gradients twice    optimizer.jsonl
     FSDP2        two gathers, a reduction, and their copies       sharded.jsonl
     offload      states and saved activations over PCIe           model.jsonl
+    streaming    codes, weights and states over the link, whatever is longer of it and computing (not measured)
     the host     launch time per op, if it exceeds the GPU's time    layer.jsonl
 
 The rates come from these files of benchmarks/results/; `python -m tests.estimate.recorded` compares predictions with
@@ -157,10 +158,22 @@ def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+class Crossing(NamedTuple):
+    """Bytes between host and GPU with `overcoat.stream`: FP8 codes, which come twice, and go once if all are trained;
+    and weights with states, which come and go once."""
+
+    codes: int
+    stepped: int
+
+    def seconds(self, link: float) -> tuple[float, float]:
+        """Return the seconds behind the forward, and each way behind the backward."""
+        return self.codes / link, (self.codes + self.stepped) / link
+
+
 class Sizes(NamedTuple):
     """Bytes of all weights, as FSDP2 gathers them and as it sums their gradients; of this process' part of the trained
     ones, their states, states in host memory, and saved activations there. orthogonalizing: operations of Muon in this
-    process."""
+    process. crossing: what is streamed."""
 
     weights: int
     gathered: int
@@ -170,17 +183,19 @@ class Sizes(NamedTuple):
     offloaded: int
     kept_on_host: int
     orthogonalizing: float = 0.0
+    crossing: Crossing = Crossing(0, 0)
 
 
 class Cluster(NamedTuple):
     """gpus: in all; nodes: hosts they stand in; hybrid: sharded within a host, alike in all; network: bytes a second
-    from host to host for each GPU; gpu: one of GPUS."""
+    from host to host for each GPU; gpu: one of GPUS; link: bytes a second between a GPU and its host, each way."""
 
     gpus: int = 1
     nodes: int = 1
     hybrid: bool = False
     network: float = NETWORK
     gpu: str = "h200"
+    link: float = PCIE_BOTH
 
     def check(self) -> Cluster:
         """Return itself. ValueError: the numbers do not make a cluster."""
@@ -201,13 +216,17 @@ ONE = Cluster()
 
 
 class Times(NamedTuple):
-    """Seconds of a step: the GPU's forward, backward and optimizer, transfers that they do not hide, the host's."""
+    """Seconds of a step: the GPU's forward, backward and optimizer, transfers that they do not hide, the host's.
+
+    crossing: with `overcoat.stream`, of the copies behind the forward and behind the backward.
+    """
 
     forward: float
     backward: float
     optimizer: float
     links: float
     host: float
+    crossing: tuple[float, float] = (0.0, 0.0)
 
     @property
     def on_gpu(self) -> float:
@@ -216,6 +235,11 @@ class Times(NamedTuple):
     @property
     def step(self) -> float:
         return max(self.on_gpu, self.host)
+
+    @property
+    def most_crossing(self) -> float:
+        """Return the seconds of copies for each second of computing that can hide them; above 1 the link limits."""
+        return max(self.crossing[0] / self.forward, self.crossing[1] / self.backward)
 
 
 def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, cluster: Cluster) -> Times:
@@ -248,8 +272,11 @@ def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, clus
         transfer = sizes.offloaded / PCIE_BOTH
         links += _shows(back, transfer, PCIE_SHOWS) if released else max(0.0, transfer - optimizer)
         links -= optimizer if released else 0.0  # hidden behind the transfers
+    before, after = sizes.crossing.seconds(cluster.link)
+    if sizes.crossing.codes:
+        links += _shows(ahead, before, KEPT_SHOWS) + _shows(back + optimizer, after, KEPT_SHOWS)
     launches = accumulation * (work[False, "launches"] + work[True, "launches"])
-    return Times(ahead, back, optimizer, links, launches * HOST)
+    return Times(ahead, back, optimizer, links, launches * HOST, (before, after))
 
 
 def _shows(work: float, transfer: float, share: float) -> float:
