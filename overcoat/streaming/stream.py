@@ -310,7 +310,7 @@ class Stream(GradientRelease):
         `is_stepped` the weights to the host."""
         buffer = self.buffers[stack.place]
         whole = buffer.memory[: stack.bytes]
-        with self._on("in", buffer.freed, stack.written):
+        with self._on("in", buffer.freed):  # so `stack.written` has come, too
             whole.copy_(stack.host, non_blocking=True)
             arrived = self._now()
         self._wait(arrived)

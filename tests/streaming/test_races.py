@@ -1,0 +1,112 @@
+"""Copies, steps and layers never touch the same memory at once: the order of `Stream`'s events, checked on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from overcoat import Recipe
+from overcoat.streaming.layers import Stack
+from overcoat.streaming.stream import Stream
+from tests.models.zoo import make_batch, make_model
+from tests.streaming.races import COMPUTE, RaceDetector
+from tests.streaming.test_stream import SMALL, loss_of, prepare
+
+# Waits of the current stream by the method that calls `_wait`, and events that `_on` waits for: (lane, which of them).
+WAITS = ("_on_device", "_enter", "_before_backward", "_bound_gradients")
+EVENTS = [("codes", 0), ("codes", 1), ("in", 0), ("update", 0), ("out", 0)]
+
+
+def run(monkeypatch: Any, without: Any = None, evaluate: bool = False) -> list[str]:
+    """Races of three streamed steps. without: a wait, or an event, that is left out."""
+    detector, numbers = RaceDetector(), itertools.count()
+
+    def wait(self, event):
+        if sys._getframe(1).f_code.co_name != without:
+            detector.wait(event)
+
+    def on(self, lane, *events):
+        return detector.on(lane, *[each for place, each in enumerate(events) if (lane, min(place, 1)) != without])
+
+    def watched(move):
+        def moved(self, *arguments):
+            move(self, *arguments)
+            for name, memories in (("slot", self.slots), ("buffer", [buffer.memory for buffer in self.buffers])):
+                for place, memory in enumerate(memories):
+                    detector.watch(f"{name} {place}", memory)
+            for layer in self.layers:
+                detector.watch(f"host codes {layer.number}", layer.codes)
+            for place, stack in enumerate(self.stacks):
+                detector.watch(f"host weights {place}", stack.host)
+
+        return moved
+
+    def stepped(step):
+        def of(self, entries):
+            """The step's reference runs unseen."""
+            for _, _, param, grad in entries:
+                detector.access(grad, False, "step")
+                if (copies := self.stepped_on_device([param])) is not None:
+                    detector.access(copies[0], True, "step")
+            step(self, entries)
+
+        return of
+
+    def taken(take):
+        def of(self, number, index, param, grad):
+            detector.watch_until_freed(f"gradient {next(numbers)}", grad, COMPUTE)
+            detector.access(grad, True, "made")
+            take(self, number, index, param, grad)
+
+        return of
+
+    def encoded(encode):
+        def of(self, weights):
+            codes = encode(self, weights)
+            made = [codes, self.leaves[0].scale, self.leaves[0].w_amax]
+            for tensor in made:
+                detector.watch_until_freed(f"codes {next(numbers)}", tensor, "update")
+                detector.access(tensor, True, "made")
+            return codes
+
+        return of
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "_wait", wait)
+        patch.setattr(Stream, "_now", lambda self: detector.now())
+        patch.setattr(Stream, "_on", on)
+        for owner, name, change in (
+            (Stream, "_move", watched),
+            (Stream, "_step", stepped),
+            (Stream, "_take", taken),
+            (Stack, "encode", encoded),
+        ):
+            patch.setattr(owner, name, change(getattr(owner, name)))
+        with detector:
+            model = make_model("llama", layers=4, **SMALL)
+            optimizer, _ = prepare(model, Recipe.leanest(), "cpu", True)
+            for step in range(3):
+                loss = loss_of(model, step, "cpu")
+                loss.backward()
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+                if evaluate:
+                    with torch.no_grad():
+                        model.eval()(**make_batch(length=16))
+                    model.train()
+    return detector.races
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_no_access_races(evaluate, monkeypatch):
+    assert run(monkeypatch, evaluate=evaluate) == []
+
+
+@pytest.mark.parametrize("without", [*WAITS, *EVENTS], ids=str)
+def test_each_wait_is_needed(without, monkeypatch):
+    assert run(monkeypatch, without)
