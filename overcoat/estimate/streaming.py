@@ -20,13 +20,13 @@ def weights_of(layers: Sequence[Layer]) -> frozenset[int]:
 
 
 def code_bytes(layers: Sequence[Layer]) -> int:
-    """Return the bytes of all codes."""
+    """Return the bytes that come for a forward: codes, and weights in 16 bits."""
     return sum(layer.bytes for layer in layers)
 
 
 def stream_host_bytes(layers: Sequence[Layer]) -> int:
     """Return the bytes of weights and codes in host memory; states come on top."""
-    return sum(stack.bytes for stack in _stacks(layers)) + code_bytes(layers)
+    return sum(stack.bytes + stack.code_bytes for stack in _stacks(layers))
 
 
 def stream_buffers(layers: Sequence[Layer]) -> int:

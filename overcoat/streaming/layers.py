@@ -1,10 +1,11 @@
 """Weights of streamed layers: where they lie in host memory, and what stands for them on the device.
 
-    Stack    the weights of one FP8 operand (q, k, v; gate, up; ...), in one page-locked buffer
-    Layer    the stacks of one decoder layer; all their E4M3 codes are in one buffer, which one copy sends to a slot
+    Stack        the weights of one FP8 operand (q, k, v; gate, up) and their E4M3 codes, in one page-locked buffer
+    PlainStack   large weights of a module that is no part of the FP8 block (experts): they are sent in 16 bits
+    Layer        the stacks of one decoder layer, which are sent to one slot
 
-A layer's slot never changes, so neither do the addresses of its codes on the device: the stand-ins for the weights
-(`GatheredWeight`, block/linear.py) are made once, and autograd may save them for the backward.
+A layer's slot never changes, so neither do the addresses of what is sent: the stand-ins for the weights
+(`GatheredWeight` in block/linear.py, or plain tensors) are made once, and autograd may save them for the backward.
 """
 
 from __future__ import annotations
@@ -33,19 +34,25 @@ class Stack:
         modules: their linear layers, of peft's the base. names: of the weights. scaling: `Recipe.linear_scaling`.
 
     Attributes:
+        attributes: the weights' names in their modules. host: the weights, uint8 (bytes,); sent: what is sent to the
+            slot for each forward and backward, uint8 (sent_bytes,): their codes.
         leaves: what stands for each weight while its layer trains; autograd accumulates gradients there.
         entries: of gradients that wait for the stack's step: number of the parameter group, index in the optimizer,
             parameter, gradient. awaited: how many a backward makes.
         written: CUDA event after the last copy of weights and codes to the host.
     """
 
+    attributes: Sequence[str]
+
     def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], scaling: str) -> None:
         self.modules: list[Any] = [base_of(module) for module in modules]
         self.adapted, self.names, self.scaling = modules, names, scaling
-        self.params: list[nn.Parameter] = [module.weight for module in self.modules]
+        self.attributes = [name.rpartition(".")[2] for name in names]
+        of_modules = zip(self.modules, self.attributes, strict=True)
+        self.params: list[nn.Parameter] = [getattr(module, name) for module, name in of_modules]
         self.offsets, self.bytes = packed([param.nbytes for param in self.params])
         self.sizes = [param.numel() for param in self.params]
-        self.leaves: list[GatheredWeight] = []
+        self.leaves: list[Tensor] = []
         self.entries: list[tuple[int, int, Tensor, Tensor]] = []
         self.awaited, self.place = 0, 0
         self.written: Any = None
@@ -53,11 +60,19 @@ class Stack:
 
     @property
     def code_bytes(self) -> int:
+        """Return the bytes of codes that a step makes."""
         return sum(self.sizes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that are sent for a forward or backward."""
+        return self.code_bytes
 
     def move_to_host(self, page_locked: bool) -> None:
         """Move the weights to one buffer of host memory, each in its turn; the `Parameter`s stay the same."""
-        self.host = host_buffer(self.bytes, page_locked, f"the weights of {self.names[0]}", INSTEAD)
+        size = self.bytes + self.code_bytes
+        buffer = host_buffer(size, page_locked, f"the weights of {self.names[0]}", INSTEAD)
+        self.host, self.sent = buffer[: self.bytes], buffer[size - self.sent_bytes :]
         for param, own in zip(self.params, self.weights_in(self.host), strict=True):
             if not param.is_meta:
                 own.copy_(param.detach())
@@ -78,13 +93,12 @@ class Stack:
         parts = zip(self.params, memory.split(self.sizes), strict=True)
         return [codes.view(E4M3.dtype).view(param.shape) for param, codes in parts]
 
-    def stand_in(self, codes: Tensor) -> None:
-        """Make the leaves, on the device memory where the codes will be, uint8 (code_bytes,)."""
-        for param, held in zip(self.params, self.codes_in(codes), strict=True):
-            leaf = GatheredWeight(held, None, None, param.dtype)
-            self.leaves.append(leaf.requires_grad_(param.requires_grad))  # type: ignore[arg-type]
+    def stand_in(self, sent: Tensor) -> None:
+        """Make the leaves, on the device memory where `sent` will be, uint8 (sent_bytes,)."""
+        for param, held in zip(self.params, self.codes_in(sent), strict=True):
+            self.leaves.append(GatheredWeight(held, None, None, param.dtype).requires_grad_(param.requires_grad))
 
-    def encode(self, weights: list[Tensor]) -> Tensor:
+    def encode(self, weights: list[Tensor]) -> Optional[Tensor]:
         """Return the codes, uint8 (code_bytes,), of the weights on the device, and give the leaves their scales.
 
         Scales are in new memory: a pending backward has saved the old maximum.
@@ -97,7 +111,8 @@ class Stack:
         else:
             data, scale = block_stack_weights(weights, False)
             scales, amax = list(scale.split([len(weight) // BLOCK for weight in weights])), None
-        for leaf, own in zip(self.leaves, scales, strict=True):
+        leaves: list[Any] = self.leaves
+        for leaf, own in zip(leaves, scales, strict=True):
             leaf.scale, leaf.w_amax = own, amax
         return data.view(torch.uint8).view(-1)
 
@@ -108,34 +123,54 @@ class Stack:
 
     def check(self) -> None:
         """Raise ValueError if a weight was replaced or moved since."""
-        for module, param, address, name in zip(self.modules, self.params, self.addresses, self.names, strict=True):
-            if module._parameters.get("weight") is not param or param.data_ptr() != address:
+        for place, (module, param) in enumerate(zip(self.modules, self.params, strict=True)):
+            is_there = module._parameters.get(self.attributes[place]) is param
+            if not is_there or param.data_ptr() != self.addresses[place]:
                 raise ValueError(
-                    f"{name} was moved or replaced since overcoat.stream, which keeps it in host memory: call remove() "
-                    "of its handle before model.to(...) and load_state_dict(assign=True), and overcoat.stream after"
+                    f"{self.names[place]} was moved or replaced since overcoat.stream, which keeps it in host memory: "
+                    "call remove() of its handle before model.to(...) and load_state_dict(assign=True), and "
+                    "overcoat.stream after"
                 )
+
+
+class PlainStack(Stack):
+    """Large weights of one module that are used in 16 bits."""
+
+    code_bytes = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.bytes
+
+    def stand_in(self, sent: Tensor) -> None:
+        # `data`: with a version counter of its own, since autograd saves the leaf, and copies write to `sent`.
+        for param, own in zip(self.params, self.weights_in(sent), strict=True):
+            self.leaves.append(own.data.requires_grad_(param.requires_grad))
+
+    def encode(self, weights: list[Tensor]) -> Optional[Tensor]:
+        """Return None: the weights themselves are sent."""
+        return None
 
 
 class Layer:
     """A streamed decoder layer. number: its place among all; module: the layer itself.
 
-    arrived: CUDA event after the last copy to its slot.
+    arrived: CUDA event after the last copy to its slot. is_wide: True if the modules read all weights in 16 bits, or
+    did last.
     """
+
+    is_wide = False
 
     def __init__(self, number: int, name: str, module: nn.Module, stacks: list[Stack]) -> None:
         self.number, self.name, self.module, self.stacks = number, name, module, stacks
-        self.offsets, self.bytes = packed([stack.code_bytes for stack in stacks])
+        self.offsets, self.bytes = packed([stack.sent_bytes for stack in stacks])
         self.wide_offsets, self.wide_bytes = packed([stack.bytes for stack in stacks])
         self.arrived: Any = None
 
-    def allocate_codes(self, page_locked: bool) -> None:
-        """Allocate host memory for the codes."""
-        self.codes = host_buffer(self.bytes, page_locked, f"the codes of {self.name}", INSTEAD)
-
-    def codes_of(self, memory: Tensor) -> list[Tensor]:
-        """Return the parts of uint8 (bytes,) that hold each stack's codes."""
+    def sent_in(self, memory: Tensor) -> list[Tensor]:
+        """Return the parts of uint8 (bytes,) that hold what each stack sends."""
         parts = zip(self.stacks, self.offsets, strict=True)
-        return [memory[start : start + stack.code_bytes] for stack, start in parts]
+        return [memory[start : start + stack.sent_bytes] for stack, start in parts]
 
     def wide_of(self, memory: Tensor) -> list[Tensor]:
         """Return the parts of uint8 (wide_bytes,) that hold each stack's weights."""
@@ -147,22 +182,15 @@ class Layer:
         parts = zip(self.stacks, self.wide_of(memory), strict=True)
         return [weight for stack, part in parts for weight in stack.weights_in(part)]
 
-    def is_put_in_fp8(self) -> bool:
-        """True if the modules read FP8 codes now."""
-        return isinstance(self.stacks[0].modules[0]._parameters["weight"], GatheredWeight)
+    def put(self, weights: Sequence[Optional[Tensor]]) -> None:
+        """Make the modules read these tensors instead of their parameters."""
+        places = [of for stack in self.stacks for of in zip(stack.modules, stack.attributes, strict=True)]
+        for (module, name), weight in zip(places, weights, strict=True):
+            module._parameters[name] = weight
 
-    def hide(self, hidden: bool) -> None:
-        """Hide the weights from `model.to`, or show them again."""
-        for stack in self.stacks:
-            for module, param in zip(stack.modules, stack.params, strict=True):
-                module._parameters["weight"] = None if hidden else param
-
-    def put(self, weights: Optional[list[Tensor]]) -> None:
-        """Make the modules read these tensors instead of their parameters; None: their parameters."""
-        modules = [module for stack in self.stacks for module in stack.modules]
-        own = [param for stack in self.stacks for param in stack.params]
-        for module, weight in zip(modules, weights or own, strict=True):
-            module._parameters["weight"] = weight
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [param for stack in self.stacks for param in stack.params]
 
     def leaves(self) -> list[Tensor]:
         """Return the stand-ins of all weights, which follow a change of `requires_grad`."""

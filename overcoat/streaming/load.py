@@ -80,16 +80,18 @@ class Source:
         """Fill the weights of a stack in host memory; on_device: memory for them, in which random ones are drawn."""
         if not self.is_meta:
             return
-        for module, param, target in zip(stack.modules, stack.params, stack.weights_in(on_device), strict=True):
-            if self.checkpoint is not None:
+        if self.checkpoint is not None:
+            for param in stack.params:
                 self.checkpoint.read(self.names[id(param)], param)
-                continue
-            host = param.data
+            return
+        host = [param.data for param in stack.params]
+        for param, target in zip(stack.params, stack.weights_in(on_device), strict=True):
             param.data = target
+        for module in dict.fromkeys(stack.modules):
             self.model._init_weights(module)
-            param.data = host
-        if self.checkpoint is None:
-            stack.host.copy_(on_device)
+        for param, own in zip(stack.params, host, strict=True):
+            param.data = own
+        stack.host.copy_(on_device)
 
     @torch.no_grad()
     def fill_rest(self, device: torch.device) -> None:

@@ -7,8 +7,9 @@
         model(**batch).loss.backward()                        # the weights move here
         optimizer.step()
 
-The FP8 weights of converted layers, their moments and remainders live in page-locked host memory; all else (embedding,
-head, norms, biases, adapters) on the GPU. A `Parameter` stays the same object, and its data are the host's.
+The weights of converted layers, their moments and remainders live in page-locked host memory; all else (embedding,
+head, norms, biases, adapters) on the GPU. A `Parameter` stays the same object, and its data are the host's. Experts and
+other weights that are not FP8 operands travel in 16 bits where the codes do.
 
     codes      [layer 1][layer 2] ...                  [layer 1][layer 0]               1 byte a weight
     compute    [layer 0][layer 1][layer 2] ...  [layer 2 bwd][layer 1 bwd][layer 0 bwd]
@@ -49,13 +50,15 @@ from overcoat.optim.release import BATCH_BYTES, GradientRelease
 from overcoat.optim.release_checks import check_release, numbered
 from overcoat.optim.state import bytes_to_offload
 from overcoat.pinned_memory import bytes_free
-from overcoat.streaming.layers import Layer, Stack
+from overcoat.streaming.layers import Layer, PlainStack, Stack
 from overcoat.streaming.load import Source
 
 # Slots of codes, and buffers of weights that are stepped: one is filled or emptied while the other is read.
 SLOTS = 2
 # Layers whose gradients may wait for their step while the backward goes on.
 BACKLOG = 1
+# Weights that are used in 16 bits stay on the device if they are smaller.
+LEAST_BYTES = 2**20
 
 
 def stream(
@@ -156,6 +159,8 @@ class Stream(GradientRelease):
     def __str__(self) -> str:
         size = sum(stack.bytes + stack.code_bytes for stack in self.stacks)
         lines = [f"{name} stays on {self.device}: {reason}" for name, reason in self.left.items()]
+        if plain := [name for stack in self.stacks if isinstance(stack, PlainStack) for name in stack.names]:
+            lines.append(f"{len(plain)} weights travel in 16 bits, the first is {plain[0]}")
         what = f"{len(self.owners)} weights of {len(self.layers)} layers, {size / 2**30:.2f} GiB with their codes"
         return "\n".join([*lines, f"{what}, are streamed from host memory"])
 
@@ -189,7 +194,7 @@ class Stream(GradientRelease):
         stepped = [param for param in params if param.requires_grad]
         needs = {
             "weights": sum(stack.bytes for stack in self.stacks if stack.params[0].device.type != "cpu"),
-            "FP8 codes": sum(layer.bytes for layer in self.layers),
+            "FP8 codes": sum(stack.code_bytes for stack in self.stacks),
             "optimizer states": sum(bytes_to_offload(param, groups[id(param)]) for param in stepped),
         }
         needed, free = sum(needs.values()), bytes_free()
@@ -204,18 +209,17 @@ class Stream(GradientRelease):
         """Move the streamed weights to page-locked host memory, all else to the device."""
         page_locked = self.device.type == "cuda"
         for layer in self.layers:
-            layer.allocate_codes(page_locked)
             for stack in layer.stacks:
                 stack.move_to_host(page_locked)
                 source.fill_stack(stack, self.buffers[0].memory[: stack.bytes])
         for layer in self.layers:
-            layer.hide(True)
+            layer.put([None] * len(layer.params))  # hidden
         try:
             source.fill_rest(self.device)
             model.to(self.device)
         finally:
             for layer in self.layers:
-                layer.hide(False)
+                layer.put(layer.params)
 
     def _allocate(self) -> None:
         """Allocate the device memory that all layers use in turn, and make the stand-ins for the weights."""
@@ -231,8 +235,8 @@ class Stream(GradientRelease):
         for place, stack in enumerate(self.stacks):
             stack.place = place % SLOTS
         for layer in self.layers:
-            for stack, codes in zip(layer.stacks, layer.codes_of(self.slots[layer.number % SLOTS]), strict=True):
-                stack.stand_in(codes)
+            for stack, sent in zip(layer.stacks, layer.sent_in(self.slots[layer.number % SLOTS]), strict=True):
+                stack.stand_in(sent)
         # Since the last backward began:
         self.task = -1  # autograd's number of it
         self.held: list[Tensor] = []  # gradients of the layer that is being stepped
@@ -289,11 +293,9 @@ class Stream(GradientRelease):
             return
         self.holders[place] = (layer, wide)
         with self._on("codes", self._now(), *[stack.written for stack in layer.stacks]):
-            if wide:
-                for stack, target in zip(layer.stacks, layer.wide_of(self.wide[place]), strict=True):
-                    target.copy_(stack.host, non_blocking=True)
-            else:
-                self.slots[place][: layer.bytes].copy_(layer.codes, non_blocking=True)
+            targets = layer.wide_of(self.wide[place]) if wide else layer.sent_in(self.slots[place])
+            for stack, target in zip(layer.stacks, targets, strict=True):
+                target.copy_(stack.host if wide else stack.sent, non_blocking=True)
             layer.arrived = self._now()
 
     def _encode_changed(self, layer: Layer) -> None:
@@ -317,9 +319,9 @@ class Stream(GradientRelease):
         yield
         buffer.codes = None  # the copy of the last ones has ended, as `arrived` has
         buffer.codes = codes = stack.encode(stack.weights_in(whole))
-        place = layer.stacks.index(stack)
         with self._on("out", self._now()):
-            layer.codes_of(layer.codes)[place].copy_(codes, non_blocking=True)
+            if codes is not None:
+                stack.sent.copy_(codes, non_blocking=True)
             if is_stepped:
                 stack.host.copy_(whole, non_blocking=True)
             buffer.freed = stack.written = self._now()
@@ -344,6 +346,7 @@ class Stream(GradientRelease):
         self._fetch(layer, wide)
         self._wait(layer.arrived)
         layer.put(layer.weights_in(self.wide[number % SLOTS]) if wide else layer.leaves())
+        layer.is_wide = wide
         is_last = number == len(self.layers) - 1
         if not (is_last and torch.is_grad_enabled()):  # else its backward is next
             following = self.layers[0 if is_last else number + 1]
@@ -378,11 +381,10 @@ class Stream(GradientRelease):
         if not self.handles:
             return
         layer = self.layers[number]
-        is_fp8 = layer.is_put_in_fp8()
-        layer.put(None)
+        layer.put(layer.params)
         y = result[0] if isinstance(result, tuple) else result
         if isinstance(y, Tensor) and y.requires_grad:
-            y.register_hook(functools.partial(self._before_backward, number) if is_fp8 else _refuse_backward)
+            y.register_hook(_refuse_backward if layer.is_wide else functools.partial(self._before_backward, number))
 
     # ---- the backward ---------------------------------------------------------------------------------
 
@@ -504,6 +506,9 @@ def streamed_layers(model: nn.Module, resident: int = 0) -> tuple[list[Layer], d
             else:
                 left.update(dict.fromkeys(own, reason))
         if stacks:
+            stacks += _plain_stacks(module, path, {id(param) for stack in stacks for param in stack.params} | shared)
+            for name in [name for stack in stacks for name in stack.names]:
+                left.pop(name, None)
             layers.append(Layer(len(layers), path, module, stacks))
     if isinstance(resident, bool) or not isinstance(resident, int) or not 0 <= resident < max(len(layers), 1):
         raise ValueError(f"stream: resident {resident!r} must be a number of layers, from 0 to {len(layers) - 1}")
@@ -512,6 +517,21 @@ def streamed_layers(model: nn.Module, resident: int = 0) -> tuple[list[Layer], d
     for number, layer in enumerate(layers):
         layer.number = number
     return layers, left
+
+
+def _plain_stacks(layer: nn.Module, path: str, others: set[int]) -> list[Stack]:
+    """Return the other large weights of a layer, by module; others: ids of weights that are no part of them."""
+    stacks: list[Stack] = []
+    for name, module in layer.named_modules():
+        large = [
+            key
+            for key, param in module._parameters.items()
+            if param is not None and id(param) not in others and param.nbytes >= LEAST_BYTES and param.dim() > 1
+        ]
+        if large:
+            own = [".".join(filter(None, (path, name, key))) for key in large]
+            stacks.append(PlainStack([module] * len(large), own, "tensor"))
+    return stacks
 
 
 def _shared(model: nn.Module) -> set[int]:

@@ -38,9 +38,8 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False) -> list[s
             for name, memories in (("slot", self.slots), ("buffer", [buffer.memory for buffer in self.buffers])):
                 for place, memory in enumerate(memories):
                     detector.watch(f"{name} {place}", memory)
-            for layer in self.layers:
-                detector.watch(f"host codes {layer.number}", layer.codes)
             for place, stack in enumerate(self.stacks):
+                detector.watch(f"host codes {place}", stack.sent)
                 detector.watch(f"host weights {place}", stack.host)
 
         return moved

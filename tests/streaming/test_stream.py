@@ -100,6 +100,29 @@ def test_streamed_steps_equal_resident_ones_bit_for_bit(case, device):
     torch.testing.assert_close(resident[1].grad_norm, streamed[1].grad_norm, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("olmoe", Recipe.leanest()), ("gpt_oss", Recipe()), ("llama", Recipe(linear_scaling="block"))],
+    ids=["experts", "experts with biases", "cut blocks"],
+)
+def test_weights_that_are_no_operands_travel_in_16_bits(kind, recipe, monkeypatch, device):
+    """Experts and routers; all weights where blocks of 128 x 128 cannot be cut."""
+    monkeypatch.setattr(streaming, "LEAST_BYTES", 0)
+    fields = {**SMALL, **({"num_experts": 3, "intermediate_size": 256} if kind == "olmoe" else {})}
+    runs = []
+    for way in (False, True):
+        model = make_model(kind, layers=3, **fields)
+        runs.append((model, *prepare(model, recipe, device, way)))
+    left = [name for name, param in runs[1][0].model.layers.named_parameters() if param.dim() > 1]
+    assert len(streamed_weights(runs[1][2])) == len(left)
+    assert_same_run(*runs, device)
+    found = []
+    for model, *_ in runs:
+        with torch.no_grad():
+            found.append(model.eval()(**{k: v.to(device) for k, v in make_batch(length=8).items()}).logits)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(("resident", "streamed"), [(1, [1, 2]), (2, [2])])
 def test_some_layers_stay_on_the_device(resident, streamed, device):
     model = make_model("llama", layers=3, **SMALL)
