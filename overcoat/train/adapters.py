@@ -38,6 +38,12 @@ def tokenizer_of(config: Config) -> str:
     return base_name(config) if config.model.holds_adapters and not beside else config.model.name
 
 
+def num_trained_rows(config: Config) -> int:
+    """Return how many rows of tables the adapters of model.name train: of tokens that may be new."""
+    rows = _settings(config.model.name).trainable_token_indices if config.model.holds_adapters else None
+    return max(map(len, rows.values()), default=0) if isinstance(rows, dict) else len(rows or [])
+
+
 def load_adapters(model: Any, config: Config) -> Any:
     """Return the model with the adapters of model.name: to train on in FP32, or merged into it."""
     peft, name, merge = load_extra("peft", "hf", "adapters in model.name"), config.model.name, config.lora.merge_start

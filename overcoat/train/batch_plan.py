@@ -181,7 +181,7 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
     model, size = config.model, config.tokenizer.vocab_size
     if model.name:
         found = load_model_config(base_name(config))
-        if tokenizer is not None and num_ids(tokenizer) > found.vocab_size:  # tokenizer.add_tokens
+        if config.tokenizer.add_tokens and tokenizer is not None and num_ids(tokenizer) > found.vocab_size:
             found.vocab_size = padded(num_ids(tokenizer))
         return found
     if tokenizer is None and "vocab_size" not in model.config:

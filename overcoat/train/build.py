@@ -21,7 +21,7 @@ from overcoat.models.family import tower_path
 from overcoat.models.head import LeanLossModel
 from overcoat.models.shapes import MOST_LAYERS
 from overcoat.optim.sharding import local
-from overcoat.train.adapters import add_adapters, base_name, load_adapters
+from overcoat.train.adapters import add_adapters, base_name, load_adapters, num_trained_rows
 from overcoat.train.config import ADAPTERS, Config, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
 from overcoat.train.data import IGNORED, Batch
 from overcoat.train.files import RECORD
@@ -76,8 +76,8 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
         named = config.model
         model = load_model(base_name(config), device, settings, named.trust_remote_code, dequantize=named.dequantize)
         new = config.tokenizer.add_tokens if tokenizer is not None else []
-        if tokenizer is not None and (new or named.holds_adapters):  # theirs have come with tokens of their own
-            resize(model, tokenizer, config.train.seed)
+        if tokenizer is not None:
+            resize(model, tokenizer, len(new) + num_trained_rows(config), config.train.seed)
         if named.holds_adapters:
             model = load_adapters(model, config)
             if not config.lora.merge_start:
@@ -178,7 +178,9 @@ def load_model(
     model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **options)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
-    wrong += [f"{key} belongs to quantized weights" for key in info["unexpected_keys"] if key.endswith(COMPANIONS)]
+    if not dequantize:
+        companions = sorted(key for key in info["unexpected_keys"] if key.endswith(COMPANIONS))
+        wrong += [f"{key} belongs to quantized weights" for key in companions]
     if wrong:
         # transformers makes up random weights for these, or takes codes for weights, and trains on.
         listed = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")

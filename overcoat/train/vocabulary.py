@@ -39,9 +39,11 @@ def padded(rows: int) -> int:
     return -(-rows // MULTIPLE) * MULTIPLE
 
 
-def resize(model: Any, tokenizer: Any, seed: int) -> None:
-    """Give the embedding and the head of a transformers model a row for each token of the tokenizer."""
-    if num_ids(tokenizer) > model.get_input_embeddings().num_embeddings:
+def resize(model: Any, tokenizer: Any, added: int, seed: int) -> None:
+    """Give the embedding and the head of a transformers model a row for each token of the tokenizer, unless more than
+    `added` are missing: it is another model's then."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < num_ids(tokenizer) <= rows + added:
         torch.manual_seed(seed)
         model.resize_token_embeddings(padded(num_ids(tokenizer)))
 

@@ -144,6 +144,12 @@ def test_a_table_with_room_stays(started: Started, tmp_path: Path) -> None:
     assert build_model(config, tokenizer, CPU).config.vocab_size == 330
 
 
+def test_the_tokenizer_of_another_model_adds_no_rows(started: Started, tmp_path: Path) -> None:
+    config = started()
+    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=300)).save_pretrained(tmp_path / "base")
+    assert build_model(config, make_tokenizer(config), CPU).config.vocab_size == 300
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
