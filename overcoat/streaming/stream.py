@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from overcoat.block.linear import GatheredWeight
 from overcoat.distributed.fp8_all_gather import fp8_stacks
 from overcoat.kernels.gemm import has_float8_tensor_cores
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
@@ -177,6 +178,8 @@ class Stream(GradientRelease):
             raise ValueError(f"overcoat.stream: no weight of {type(model).__name__} can be streamed: {reasons}")
         if any(isinstance(param, DTensor) for param in model.parameters()):
             raise ValueError("overcoat.stream: this model is sharded by fully_shard: stream on one GPU, or shard alone")
+        if any(isinstance(param, GatheredWeight) for stack in self.stacks for param in stack.params):
+            raise ValueError("overcoat.stream: frozen weights are held in FP8 (Recipe.frozen_weights): use one")
         if any(layer.module.overcoat_mode is not None for layer in self.layers):
             raise ValueError("overcoat.stream: compiled layers cannot wait for copies: set train.compile = 'none'")
         if self.device.type == "cuda" and not has_float8_tensor_cores(self.device):

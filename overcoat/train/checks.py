@@ -121,6 +121,11 @@ def _combined(config: Config) -> list[Row]:
         ),
         (
             "recipe.frozen_weights",
+            config.recipe.frozen_weights == "fp8" and train.stream,
+            "train.stream moves weights that are whole: drop one of both",
+        ),
+        (
+            "recipe.frozen_weights",
             config.recipe.frozen_weights == "fp8" and not lora.rank,
             "checkpoints would need the weights: it is for the base of adapters, set lora.rank",
         ),

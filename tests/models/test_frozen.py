@@ -140,6 +140,8 @@ def test_what_would_write_is_refused() -> None:
         model.load_state_dict(adapted().state_dict())
     with pytest.raises(RuntimeError, match="fully_shard"):
         torch.chunk(weight, 2)
+    with pytest.raises(ValueError, match="held in FP8"):
+        overcoat.stream(model, overcoat.AdamW([each for each in model.parameters() if each.requires_grad]))
     with pytest.raises(ValueError, match="linear_scaling='block'"):
         overcoat.convert(model, Recipe(linear_scaling="block"))
     with pytest.raises(ValueError, match="none is frozen"):

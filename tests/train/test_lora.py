@@ -186,6 +186,8 @@ def test_a_base_held_in_fp8_changes_no_bit(lora_config: Any, console: Console, t
     assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
     with pytest.raises(ValueError, match=r"recipe\.frozen_weights"):
         run(lora_config("recipe.frozen_weights=fp8", "lora.merge=true"), console)
+    with pytest.raises(ValueError, match=r"train\.stream"):
+        run(lora_config("recipe.frozen_weights=fp8", "train.stream=true"), console)
     with pytest.raises(ValueError, match=r"set lora\.rank"):
         run(lora_config("recipe.frozen_weights=fp8", "lora.rank=0"), console)
 
