@@ -158,6 +158,10 @@ class GradientRelease:
         """Return the tensor that autograd accumulates a parameter's gradient in."""
         return param
 
+    def adds_up(self, param: Tensor, leaf: Tensor) -> bool:
+        """True if a gradient is kept, to be stepped with others of a later backward."""
+        return False
+
     def device_of(self, param: Tensor) -> Optional[torch.device]:
         """Return the device that steps a parameter of host memory; None for all others."""
         return None
@@ -255,7 +259,7 @@ class GradientRelease:
 
         def take(leaf: Tensor) -> None:
             release, owner = reference(), of()
-            if release is not None and owner is not None:
+            if release is not None and owner is not None and not release.adds_up(owner, leaf):
                 release._take(number, index, owner, release._taken(index, owner, leaf))
 
         return take

@@ -57,6 +57,8 @@ class Stack:
         self.awaited, self.place = 0, 0
         self.written: Any = None
         self.seen: Any = None  # versions of the weights that the codes were made of
+        self.sums: Optional[Tensor] = None  # of gradients, FP32 (sum of `sizes`,), in host memory; once accumulated
+        self.has_sums = False
 
     @property
     def code_bytes(self) -> int:
@@ -83,6 +85,18 @@ class Stack:
         """Return uint8 (bytes,) as the weights."""
         parts = zip(self.params, self.offsets, strict=True)
         return [memory[start : start + param.nbytes].view(param.dtype).view(param.shape) for param, start in parts]
+
+    def sums_in(self, memory: Tensor) -> list[Tensor]:
+        """Return FP32 (sum of `sizes`,) as sums of each weight's gradients."""
+        parts = zip(self.params, memory.split(self.sizes), strict=True)
+        return [of.view(param.shape) for param, of in parts]
+
+    def allocate_sums(self, page_locked: bool) -> None:
+        """Allocate host memory for sums of gradients, unless there is."""
+        if self.sums is None:
+            size = 4 * sum(self.sizes)
+            buffer = host_buffer(size, page_locked, f"gradients of {self.names[0]}", "no accumulation: larger batches")
+            self.sums = buffer.view(torch.float32)
 
     def place_of(self, param: Tensor) -> int:
         """Return a weight's place in the stack."""

@@ -23,6 +23,9 @@ optimizer's staging buffers, the step, new codes, all back. The backward goes on
 `BACKLOG` layers wait for their step. Events order the streams, and memory that several of them use is allocated once or
 freed after an event: the host waits for nothing.
 
+Several backward passes of a step (`accumulate` of the handle) add gradients up in FP32 in host memory, as steps run:
+sums come, and go back, and the last pass steps with them.
+
 In `eval()` weights travel in 16 bits, for the original forward. Read weights through `state_dict()` or
 `save_pretrained`, which wait for the last copies, or after `synchronize()` of the handle.
 """
@@ -108,10 +111,12 @@ class Buffer:
     """Device memory for the weights of a stack while it is stepped.
 
     freed: CUDA event after the last copy out of it; codes: of the last stack, which that copy may be reading.
+    sums: of gradients, FP32; none until some are accumulated.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        self.sums = memory[:0].view(torch.float32)
         self.freed: Any = None
         self.codes: Optional[Tensor] = None
 
@@ -240,6 +245,7 @@ class Stream(GradientRelease):
         for layer in self.layers:
             for stack, sent in zip(layer.stacks, layer.sent_in(self.slots[layer.number % SLOTS]), strict=True):
                 stack.stand_in(sent)
+        self.accumulates = False
         # Since the last backward began:
         self.task = -1  # autograd's number of it
         self.held: list[Tensor] = []  # gradients of the layer that is being stepped
@@ -423,6 +429,76 @@ class Stream(GradientRelease):
         if len(stack.entries) == stack.awaited:
             self._step_stack(stack)
 
+    # ---- accumulation ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Add gradients up in backward passes inside; the step's last pass runs outside and steps with the sums.
+
+        Sums of streamed weights are FP32 in host memory, 4 bytes more of each weight; those of others are in their
+        `grad`, in its dtype, as ever.
+        """
+        needed, free = sum(4 * sum(stack.sizes) for stack in self.stacks if stack.sums is None), bytes_free()
+        if free and needed > free:
+            raise ValueError(
+                f"overcoat.stream: accumulation needs {needed / 2**30:.1f} GiB more host memory, and "
+                f"{free / 2**30:.1f} GiB are free: use larger batches instead"
+            )
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
+
+    def adds_up(self, param: Tensor, leaf: Tensor) -> bool:
+        """Take a gradient inside `accumulate`; of what is not streamed autograd adds up."""
+        stack = self.owners.get(id(param))
+        if self.accumulates and stack is not None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            stack.entries.append((0, 0, param, grad))
+            if len(stack.entries) == stack.awaited:
+                self._add_up(stack)
+        return self.accumulates
+
+    def _add_up(self, stack: Stack) -> None:
+        """Add a stack's gradients to their sums in host memory, on the stream of updates."""
+        entries, stack.entries = stack.entries, []
+        self.held += [grad for *_, grad in entries]
+        stack.allocate_sums(self.device.type == "cuda")
+        assert stack.sums is not None
+        with self._on("update", self._now()), torch.no_grad():
+            sums = self._sums_on_device(stack, entries)
+            with self._on("out", self._now()):
+                stack.sums.copy_(sums, non_blocking=True)
+                self.buffers[stack.place].freed = self._now()
+        stack.has_sums = True
+
+    def _sums_on_device(self, stack: Stack, entries: list[Any]) -> Tensor:
+        """Return the sums of a stack's gradients, these included, in its buffer."""
+        buffer, size = self.buffers[stack.place], sum(stack.sizes)
+        if not buffer.sums.numel():
+            buffer.sums = self._device_memory(4 * max(sum(of.sizes) for of in self.stacks)).view(torch.float32)
+        sums = buffer.sums[:size]
+        with self._on("in", buffer.freed):
+            if stack.has_sums:
+                assert stack.sums is not None
+                sums.copy_(stack.sums, non_blocking=True)
+            else:
+                sums.zero_()
+            arrived = self._now()
+        self._wait(arrived)
+        for *_, param, grad in entries:
+            stack.sums_in(sums)[stack.place_of(param)].add_(grad)
+        return sums
+
+    # ---- the step -------------------------------------------------------------------------------------
+
+    def check_step(self, clip_grad_norm: Optional[float]) -> None:
+        super().check_step(clip_grad_norm)
+        if any(stack.has_sums for stack in self.stacks):
+            raise ValueError("overcoat.stream: the last backward of a step must run outside of accumulate()")
+
     def _step_stack(self, stack: Stack) -> None:
         """Step a stack's weights on the stream of updates."""
         entries, stack.entries = stack.entries, []
@@ -431,12 +507,16 @@ class Stream(GradientRelease):
         self.optimizer.constants(self.device)  # made on this stream, which all others follow
         layer = next(layer for layer in self.layers if stack in layer.stacks)
         with self._on("update", self._now()), torch.no_grad(), self._on_device(layer, stack, True):
+            if stack.has_sums:
+                sums = stack.sums_in(self._sums_on_device(stack, entries))
+                entries = [(*of, param, sums[stack.place_of(param)]) for *of, param, _ in entries]  # type: ignore[misc]
+                stack.has_sums = False
             self._step(entries)
 
     def _finish_backward(self) -> None:
         for stack in self.stacks:
             if stack.entries:  # of weights that were frozen since
-                self._step_stack(stack)
+                (self._add_up if self.accumulates else self._step_stack)(stack)
         super()._finish_backward()
         self._bound_gradients(0)
         if self.task != -1:  # the forward is next
@@ -463,7 +543,7 @@ class Stream(GradientRelease):
     def drop_pending(self) -> None:
         super().drop_pending()
         for stack in self.stacks:
-            stack.entries = []
+            stack.entries, stack.has_sums = [], False
         self._bound_gradients(0)
 
     def remove(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from typing import Any
@@ -21,8 +22,8 @@ WAITS = ("_on_device", "_enter", "_before_backward", "_bound_gradients")
 EVENTS = [("codes", 0), ("codes", 1), ("in", 0), ("update", 0), ("out", 0)]
 
 
-def run(monkeypatch: Any, without: Any = None, evaluate: bool = False) -> list[str]:
-    """Races of three streamed steps. without: a wait, or an event, that is left out."""
+def run(monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: int = 1) -> list[str]:
+    """Races of three streamed steps. without: a wait, or an event, that is left out; passes: of a step."""
     detector, numbers = RaceDetector(), itertools.count()
 
     def wait(self, event):
@@ -46,7 +47,7 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False) -> list[s
 
     def stepped(step):
         def of(self, entries):
-            """The step's reference runs unseen."""
+            """The step's reference runs unseen; FP32 gradients are sums, in memory that is watched."""
             for _, _, param, grad in entries:
                 detector.access(grad, False, "step")
                 if (copies := self.stepped_on_device([param])) is not None:
@@ -55,11 +56,34 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False) -> list[s
 
         return of
 
+    def made(grad):
+        detector.watch_until_freed(f"gradient {next(numbers)}", grad, COMPUTE)
+        detector.access(grad, True, "made")
+
     def taken(take):
         def of(self, number, index, param, grad):
-            detector.watch_until_freed(f"gradient {next(numbers)}", grad, COMPUTE)
-            detector.access(grad, True, "made")
+            made(grad)
             take(self, number, index, param, grad)
+
+        return of
+
+    def added(adds_up):
+        def of(self, param, leaf):
+            if self.accumulates and id(param) in self.owners:
+                made(leaf.grad)
+            return adds_up(self, param, leaf)
+
+        return of
+
+    def summed(sums_on_device):
+        def of(self, stack, entries):
+            buffer = self.buffers[stack.place]
+            if not buffer.sums.numel():
+                buffer.sums = torch.empty(4 * max(sum(of.sizes) for of in self.stacks), dtype=torch.float32)
+                detector.watch(f"sums {stack.place}", buffer.sums)
+            if stack.sums is not None and not stack.has_sums:
+                detector.watch(f"host sums {next(numbers)}", stack.sums)
+            return sums_on_device(self, stack, entries)
 
         return of
 
@@ -82,16 +106,20 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False) -> list[s
             (Stream, "_move", watched),
             (Stream, "_step", stepped),
             (Stream, "_take", taken),
+            (Stream, "adds_up", added),
+            (Stream, "_sums_on_device", summed),
             (Stack, "encode", encoded),
         ):
             patch.setattr(owner, name, change(getattr(owner, name)))
         with detector:
             model = make_model("llama", layers=4, **SMALL)
-            optimizer, _ = prepare(model, Recipe.leanest(), "cpu", True)
+            optimizer, handle = prepare(model, Recipe.leanest(), "cpu", True)
             for step in range(3):
-                loss = loss_of(model, step, "cpu")
-                loss.backward()
-                del loss
+                for number in range(passes):
+                    with handle.accumulate() if number < passes - 1 else contextlib.nullcontext():
+                        loss = loss_of(model, step, "cpu")
+                        loss.backward()
+                    del loss
                 optimizer.step()
                 optimizer.zero_grad()
                 if evaluate:
@@ -101,9 +129,9 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False) -> list[s
     return detector.races
 
 
-@pytest.mark.parametrize("evaluate", [False, True])
-def test_no_access_races(evaluate, monkeypatch):
-    assert run(monkeypatch, evaluate=evaluate) == []
+@pytest.mark.parametrize(("evaluate", "passes"), [(False, 1), (True, 1), (False, 3)])
+def test_no_access_races(evaluate, passes, monkeypatch):
+    assert run(monkeypatch, evaluate=evaluate, passes=passes) == []
 
 
 @pytest.mark.parametrize("without", [*WAITS, *EVENTS], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -262,6 +263,43 @@ def test_checkpoints_are_those_of_the_model_itself(tmp_path, device):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     weight = model.model.layers[0].mlp.up_proj.weight
     assert model.state_dict()["model.layers.0.mlp.up_proj.weight"].data_ptr() == weight.data_ptr()  # no copy
+
+
+@pytest.mark.parametrize("case", ["default", "leanest"])
+def test_halves_of_a_step_are_the_step(case, device):
+    """Powers of two change no bit of a gradient, nor of the sum of two halves."""
+    whole, halves = make(case, device, False), make(case, device, True)
+    for step in range(3):
+        for (model, optimizer, handle), passes in ((whole, 1), (halves, 2)):
+            for number in range(passes):
+                with handle.accumulate() if number < passes - 1 else contextlib.nullcontext():
+                    (loss_of(model, step, device) / passes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    harness.assert_same_bits(snapshot(*whole[:2]), snapshot(*halves[:2]))
+
+
+def test_gradients_are_added_up_in_fp32(device):
+    model, optimizer, handle = make("default", device, True)
+    plain = make_model("llama", layers=3, **SMALL).to(device)
+    overcoat.convert(plain)
+    names = {id(param): name for name, param in model.named_parameters()}
+    expected: dict[str, Any] = {}
+    with handle.accumulate():
+        for step in range(3):
+            for each in (model, plain):
+                loss_of(each, step, device).backward()
+            for name, param in plain.named_parameters():
+                expected[name] = expected.get(name, 0) + param.grad.float()
+                param.grad = None
+    handle.synchronize()
+    for stack in handle.stacks:
+        for param, sums in zip(stack.params, stack.sums_in(stack.sums), strict=True):
+            assert torch.equal(sums, expected[names[id(param)]].cpu())
+    with pytest.raises(ValueError, match=r"outside of accumulate\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert_same_run((model, optimizer), make("default", device, False), device)
 
 
 def test_remove_gives_back_a_resident_model(device):
