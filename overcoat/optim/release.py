@@ -119,11 +119,12 @@ def _raw_stream(device: torch.device) -> int:
 class GradientRelease:
     """The handle of `release_gradients`: its hooks, and the state since the last `optimizer.step()`.
 
-    keeps_on_host: True if it also keeps parameters in host memory (`overcoat.stream`).
+    keeps_on_host: True if it also keeps parameters in host memory (`overcoat.stream`). instead: of accumulation, for
+        messages.
     """
 
     handles: list[Any]
-    keeps_on_host = False
+    keeps_on_host, instead = False, "use larger batches"
 
     def __init__(self, model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
         check_release(model, optimizer, batch_bytes)
@@ -242,7 +243,7 @@ class GradientRelease:
             raise ValueError(
                 "release_gradients: the model runs forward again before optimizer.step(). Gradient accumulation "
                 "cannot work: the first backward pass has already moved the weights. Call optimizer.step() after every "
-                "backward(), use larger batches, or call handle.remove(); evaluate under torch.no_grad()"
+                f"backward(), {self.instead}, or call handle.remove(); evaluate under torch.no_grad()"
             )
         device = next(model.parameters()).device.type
         has_autocast = torch.amp.is_autocast_available(device)  # meta has none

@@ -77,7 +77,7 @@ def stream(
     backward.
 
     Losses, weights and states are those of `overcoat.release_gradients`, bit for bit, which this includes: the same is
-    refused (accumulation, clipping by the norm of all gradients, GradScaler).
+    refused (clipping by the norm of all gradients, GradScaler). `accumulate` of the handle adds gradients up.
 
     Args:
         model: converted; on the GPU, or better in host memory, from where what is not streamed moves to the GPU.
@@ -127,7 +127,7 @@ class Stream(GradientRelease):
     left: why weights of converted layers stay on the device, by their names.
     """
 
-    keeps_on_host = True
+    keeps_on_host, instead = True, "run all passes of a step but the last inside `with handle.accumulate():`"
 
     def __init__(
         self,

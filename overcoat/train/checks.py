@@ -198,7 +198,7 @@ def _combined(config: Config) -> list[Row]:
         ),
         (
             "train.accumulation",
-            released and train.accumulation > 1,
+            released and not train.stream and train.accumulation > 1,
             f"{key} moves the weights in the first backward pass, and cannot accumulate: set it to 1, or raise "
             "train.batch_size",
         ),

@@ -247,7 +247,7 @@ class TrainConfig:
         "none", '"layers": torch.compile of decoder layers; "graphs": and CUDA graphs (small models or batches)'
     )
     stream: bool = option(
-        False, "layers' weights and states in host memory, a layer on the GPU; needs clip=0, no accumulation"
+        False, "layers' weights and states in host memory, a layer at a time on the GPU; needs clip=0"
     )
     resident: int = option(0, "with train.stream: layers that stay on the GPU", at_least=0)
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
@@ -358,6 +358,7 @@ class Config:
         unknown |= {"model.name": self.model.holds_adapters and not self.lora.merge_start and "adapters"}
         unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
         unknown |= {"parallel.context": self.parallel.context > 1 and self.parallel.context}
+        unknown |= {"train.accumulation": self.train.stream and self.train.accumulation > 1 and self.train.accumulation}
         return next(
             (f"{key} = {value!r}, which the estimate does not know" for key, value in unknown.items() if value), ""
         )

@@ -123,6 +123,9 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
         with contextlib.ExitStack() as around:
             if state.kept_bytes == 0:
                 around.enter_context(naming_config(config))
+            release = state.optimizer.release
+            if release is not None and release.keeps_on_host and number < len(starts) - 1:
+                around.enter_context(release.accumulate())
             if is_sampled and number == 0:
                 ranges = around.enter_context(record_ranges(state.model))
             with _measured(state):

@@ -447,7 +447,7 @@ def unfreeze(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("do", "words"),
     [
-        (accumulate, "accumulation"),
+        (accumulate, r"inside `with handle\.accumulate"),
         (backward_in_eval, r"eval\(\) has no backward"),
         (with_a_cache, r"layers\.0 would train in its original precision.*cache"),
         (recompute, 'Recipe\\(checkpoint="block"\\)'),

@@ -77,7 +77,6 @@ REFUSALS = [
     ("optimizer.release_gradients=true", "set optimizer.clip to 0"),
     ("train.stream=true", "train.stream = True: no moment has all gradients"),
     ("train.resident=1", "train.resident = 1: is for train.stream"),
-    ("train.stream=true optimizer.clip=0 train.accumulation=2", "train.accumulation = 2: train.stream moves"),
     ("train.stream=true optimizer.clip=0 train.compile=layers", "train.stream = True: does not go with train.compile"),
     (f"{RELEASED} train.accumulation=2", "train.accumulation = 2: optimizer.release_gradients"),
     (f"{RELEASED} {AUTO}", "train.batch_size = 'auto'"),

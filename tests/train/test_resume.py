@@ -192,6 +192,14 @@ def test_streamed_layers_resume_and_are_those_of_released_gradients(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def test_streamed_layers_accumulate(resumed: Run, stopped_at: Run, tmp_path: Path) -> None:
+    options = ("optimizer.clip=0", "train.stream=true", "train.accumulation=2", "train.resident=1")
+    resumed(*options, f"train.run_dir={tmp_path / 'whole'}")
+    stopped_at(7, *options)
+    resumed(*options)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_streamed_data_resume_too_and_changed_files_are_refused(resumed: Run, stopped_at: Run, tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * 30)
