@@ -230,6 +230,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--freeze-tower", action="store_true", help="do not train vision towers")
     added = "add a recipe: default offload_blocks=8, say"
     parser.add_argument("--recipe", nargs="+", metavar=("NAME", "FIELD=VALUE"), help=added)
+    stay = "with --recipe: streamed, so many layers on the GPU"
+    parser.add_argument("--resident", type=positive, nargs="+", default=[], metavar="LAYERS", help=stay)
     add_common_arguments(parser)
 
 
@@ -258,7 +260,8 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
 
     gpus = f", FSDP2 over {parsed.gpus}" if parsed.gpus else ""
     session.table(f"{label}, batch {parsed.batch}, sequence {parsed.sequence}{gpus}: {model}")
-    added = [CUSTOM + " ".join(parsed.recipe) + way for way in WAYS] if parsed.recipe else []
+    ways = [*WAYS, *[f", streamed, {count} resident" for count in parsed.resident]]
+    added = [CUSTOM + " ".join(parsed.recipe) + way for way in ways] if parsed.recipe else []
     trainers = {name: trainer_of(name) for name in [*TRAINERS, *added]}
     # A graph would hold parameters where one gathering had put them; one GPU alone gathers nothing.
     able = [

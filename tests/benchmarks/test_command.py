@@ -73,12 +73,16 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = capsys.readouterr().out.split("each one's best batch")[1].splitlines()[2]
     assert best.split()[:6] == ["bf16", "eager,", "torch", "AdamW", "8", "800"]
     (tmp_path / "rows.jsonl").unlink()
-    recipe = ("--recipe", "default", "offload_blocks=2", "--only", "=overcoat", "offload")
+    recipe = ("--recipe", "default", "offload_blocks=2", "--resident", "6", "--only", "=overcoat", "offload")
     rows = bench(tmp_path, "model", "--models", "llava-1.5-7b", "124m", "--batch", "4", "--freeze-tower", *recipe)
     added = "overcoat recipe default offload_blocks=2"
     leanest = "overcoat leanest, offload, released"
-    assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, *(added + way for way in WAYS)]
-    assert [row.get("tower") for row in rows] == 9 * ["frozen"] + 9 * [None]
+    assert [row["name"] for row in rows] == 2 * [
+        "overcoat",
+        leanest,
+        *(added + way for way in (*WAYS, ", streamed, 6 resident")),
+    ]
+    assert [row.get("tower") for row in rows] == 10 * ["frozen"] + 10 * [None]
 
 
 ON_CPU = ("paper", "turns", "scores", "pretrained")
