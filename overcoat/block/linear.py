@@ -594,7 +594,10 @@ def with_seeds(block: Block) -> Block:
         adapters = [each._replace(seed=seed) for each, seed in zip(linear.adapters, seeds, strict=True)]
         return linear._replace(adapters=tuple(adapters))
 
-    if not any(has_dropout(branch.in_proj) or has_dropout(branch.out_proj) for branch in block.branches):
+    for branch in block.branches:
+        if branch.in_proj.adapters or branch.out_proj.adapters:
+            break
+    else:
         return block
     made = [each._replace(in_proj=seeded(each.in_proj), out_proj=seeded(each.out_proj)) for each in block.branches]
     return block._replace(branches=tuple(made))
