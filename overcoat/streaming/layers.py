@@ -110,7 +110,7 @@ class Stack:
     def stand_in(self, sent: Tensor) -> None:
         """Make the leaves, on the device memory where `sent` will be, uint8 (sent_bytes,)."""
         for param, held in zip(self.params, self.codes_in(sent), strict=True):
-            self.leaves.append(GatheredWeight(held, None, None, param.dtype).requires_grad_(param.requires_grad))
+            self.leaves.append(nn.Parameter(GatheredWeight(held, None, None, param.dtype), param.requires_grad))
 
     def encode(self, weights: list[Tensor]) -> Optional[Tensor]:
         """Return the codes, uint8 (code_bytes,), of the weights on the device, and give the leaves their scales.
@@ -159,7 +159,7 @@ class PlainStack(Stack):
     def stand_in(self, sent: Tensor) -> None:
         # `data`: with a version counter of its own, since autograd saves the leaf, and copies write to `sent`.
         for param, own in zip(self.params, self.weights_in(sent), strict=True):
-            self.leaves.append(own.data.requires_grad_(param.requires_grad))
+            self.leaves.append(nn.Parameter(own.data, param.requires_grad))
 
     def encode(self, weights: list[Tensor]) -> Optional[Tensor]:
         """Return None: the weights themselves are sent."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import overcoat
-from overcoat import Recipe
+from overcoat import Recipe, memory
 from overcoat.block.linear import GatheredWeight
 from overcoat.models.masks import causal_mask
 from overcoat.streaming import stream as streaming
@@ -190,6 +190,16 @@ def test_gradients_alive_are_those_of_two_layers(monkeypatch, device):
     train(model, optimizer, device, 1)
     assert max(counts) == 2
     assert not any(of() is not None for _, of in alive)
+
+
+def test_stand_ins_are_not_counted_as_saved(device):
+    found = []
+    for way in (False, True):
+        model, *_ = make("default", device, way)
+        with memory.record_kept(model) as kept:
+            loss_of(model, 0, device)
+        found.append(kept.total_bytes)
+    assert found[0] == found[1]
 
 
 def freeze_some(model: Any) -> None:
