@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from overcoat.block.linear import GatheredWeight
 from overcoat.distributed.fp8_all_gather import fp8_stacks
-from overcoat.kernels.gemm import has_float8_tensor_cores
+from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
 from overcoat.models.lora import base_of
 from overcoat.models.masks import cache_of
@@ -189,6 +189,9 @@ class Stream(GradientRelease):
             raise ValueError("overcoat.stream: compiled layers cannot wait for copies: set train.compile = 'none'")
         if self.device.type == "cuda" and not has_float8_tensor_cores(self.device):
             raise ValueError(f"overcoat.stream: {torch.cuda.get_device_name(self.device)} has no FP8 tensor cores")
+        is_block = any(stack.scaling == "block" for stack in self.stacks)
+        if self.device.type == "cuda" and is_block and (reason := why_no_block_gemm(self.device)) is not None:
+            raise ValueError(f"overcoat.stream: Recipe.linear_scaling = 'block' cannot run on {self.device}: {reason}")
         stepped = {id(param) for _, _, param in numbered(optimizer)}
         for stack in self.stacks:
             for param, name in zip(stack.params, stack.names, strict=True):
