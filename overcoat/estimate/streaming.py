@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from overcoat.estimate.phases import EMBEDDING_BACKWARD
 from overcoat.estimate.workspaces import aligned
 from overcoat.streaming.layers import Layer, Stack
-from overcoat.streaming.stream import BACKLOG, SLOTS
+from overcoat.streaming.stream import BACKLOG, BUFFERS, SLOTS
 
 
 def _stacks(layers: Sequence[Layer]) -> list[Stack]:
@@ -32,8 +32,9 @@ def stream_host_bytes(layers: Sequence[Layer]) -> int:
 def stream_buffers(layers: Sequence[Layer]) -> int:
     """Return the bytes on the GPU that all layers share: slots of codes, buffers of weights and their new codes."""
     stacks = _stacks(layers)
-    largest = [layer.bytes for layer in layers], [of.bytes for of in stacks], [of.code_bytes for of in stacks]
-    return SLOTS * sum(aligned(max(sizes, default=0)) for sizes in largest)
+    largest = [of.bytes for of in stacks], [of.code_bytes for of in stacks]
+    slots = SLOTS * aligned(max([layer.bytes for layer in layers], default=0))
+    return slots + BUFFERS * sum(aligned(max(sizes, default=0)) for sizes in largest)
 
 
 def waiting_gradients(layers: Sequence[Layer], label: str) -> int:

@@ -18,7 +18,7 @@ other weights that are not FP8 operands travel in 16 bits where the codes do.
     out                                                            [weights, states, codes of 2] ...
 
 Codes go to two slots, in turn, one layer ahead. When the gradients of a stack of weights are there, its step runs on a
-stream of its own, as released gradients' (`GradientRelease`): weights to one of two buffers, states through the
+stream of its own, as released gradients' (`GradientRelease`): weights to one of three buffers, states through the
 optimizer's staging buffers, the step, new codes, all back. The backward goes on meanwhile; gradients of the last
 `BACKLOG` layers wait for their step. Events order the streams, and memory that several of them use is allocated once or
 freed after an event: the host waits for nothing.
@@ -57,8 +57,10 @@ from overcoat.pinned_memory import bytes_free
 from overcoat.streaming.layers import Layer, PlainStack, Stack
 from overcoat.streaming.load import Source
 
-# Slots of codes, and buffers of weights that are stepped: one is filled or emptied while the other is read.
-SLOTS = 2
+# Slots of codes: one is filled while the other is read. Buffers of weights: one is filled, one stepped, one emptied.
+SLOTS, BUFFERS = 2, 3
+# Bytes of one copy: others of the same direction run in between, and none waits for a whole stack.
+PIECE = 64 * 2**20
 # Layers whose gradients may wait for their step while the backward goes on.
 BACKLOG = 1
 # Weights that are used in 16 bits stay on the device if they are smaller.
@@ -239,12 +241,12 @@ class Stream(GradientRelease):
             name: torch.cuda.Stream(self.device) if is_cuda else None for name in ("codes", "in", "update", "out")
         }
         largest = max(stack.bytes for stack in self.stacks)
-        self.buffers = [Buffer(self._device_memory(largest)) for _ in range(SLOTS)]
+        self.buffers = [Buffer(self._device_memory(largest)) for _ in range(BUFFERS)]
         self.slots = [self._device_memory(max(layer.bytes for layer in self.layers)) for _ in range(SLOTS)]
         self.wide: list[Tensor] = []  # slots of 16-bit weights, for `eval()`
         self.holders: list[Any] = [None] * SLOTS  # the layer in each slot, and True if in 16 bits
         for place, stack in enumerate(self.stacks):
-            stack.place = place % SLOTS
+            stack.place = place % BUFFERS
         for layer in self.layers:
             for stack, sent in zip(layer.stacks, layer.sent_in(self.slots[layer.number % SLOTS]), strict=True):
                 stack.stand_in(sent)
@@ -307,7 +309,7 @@ class Stream(GradientRelease):
         with self._on("codes", self._now(), *[stack.written for stack in layer.stacks]):
             targets = layer.wide_of(self.wide[place]) if wide else layer.sent_in(self.slots[place])
             for stack, target in zip(layer.stacks, targets, strict=True):
-                target.copy_(stack.host if wide else stack.sent, non_blocking=True)
+                _copy(target, stack.host if wide else stack.sent)
             layer.arrived = self._now()
 
     def _encode_changed(self, layer: Layer) -> None:
@@ -325,7 +327,7 @@ class Stream(GradientRelease):
         buffer = self.buffers[stack.place]
         whole = buffer.memory[: stack.bytes]
         with self._on("in", buffer.freed):  # so `stack.written` has come, too
-            whole.copy_(stack.host, non_blocking=True)
+            _copy(whole, stack.host)
             arrived = self._now()
         self._wait(arrived)
         yield
@@ -333,9 +335,9 @@ class Stream(GradientRelease):
         buffer.codes = codes = stack.encode(stack.weights_in(whole))
         with self._on("out", self._now()):
             if codes is not None:
-                stack.sent.copy_(codes, non_blocking=True)
+                _copy(stack.sent, codes)
             if is_stepped:
-                stack.host.copy_(whole, non_blocking=True)
+                _copy(stack.host, whole)
             buffer.freed = stack.written = self._now()
         if self.holders[layer.number % SLOTS] == (layer, False):
             self.holders[layer.number % SLOTS] = None
@@ -563,6 +565,12 @@ class Stream(GradientRelease):
     def _before_reading(self, *_: Any) -> None:
         if self.handles:
             self.synchronize()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy bytes between host and device."""
+    for to, of in zip(target.split(PIECE), source.split(PIECE), strict=True):
+        to.copy_(of, non_blocking=True)
 
 
 def _refuse_backward(_gradient: Tensor) -> None:
