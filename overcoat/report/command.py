@@ -210,6 +210,8 @@ def training(runs: list[Run]) -> Iterator[str]:
     yield chart("Learning rate", "", lines("lr"), x_name=x_name, zero=True)
     peaks = [one._replace(points=[(x, y / 2**30) for x, y in one.points]) for one in lines("peak_bytes")]
     yield chart("Peak memory", "GiB so far", peaks, x_name=x_name, zero=True)
+    yield chart("Auxiliary loss", "of the routers, per label", lines("aux_loss"), x_name=x_name)
+    yield chart("Expert load", "busiest expert over the mean; none is dropped", lines("expert_load"), x_name=x_name)
     yield chart("Attention", "largest log-sum-exp in a held-out row", lines("attention_score", "eval"), x_name=x_name)
     for task in dict.fromkeys(name for run in runs for name in _tasks(run)):
         yield chart(task, "BF16", lines(task, "tasks"), x_name=x_name)

@@ -88,6 +88,13 @@ def test_charts_show_what_was_recorded(folder: Path, text: str) -> None:
     assert {"Tokens per second", "Learning rate", "Peak memory", "Attention", "Zero", "At the largest code"} <= set(
         found
     )
+    gaps = lines(found["Loss difference"])["run/twin"]
+    assert gaps == [
+        [step, pytest.approx(row["loss"] - mine["train"][step]["loss"], abs=1e-5)]
+        for step, row in twin["train"].items()
+    ]
+    for name, told in (("model", "llama"), ("device", "CPU")):
+        assert re.search(f"<td>{name}</td><td>{told}</td><td>{told}</td>", text), name
     row = re.search(r"<td>skipped steps</td><td>(\d)</td><td>(\d)</td>", text)
     assert row is not None
     assert row.groups() == ("1", "0")
@@ -107,6 +114,23 @@ def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -
     assert [y for _, y in stack[0]["p"]] == on_cpu
     for above, below in itertools.pairwise(stack):
         assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
+
+
+def test_memory_of_two_runs_has_one_axis(folder: Path, text: str) -> None:
+    heights = [re.findall(r'class="y" style="top:(.*?)%">(.*?)<', chart) for chart in text.split("<figure")]
+    tall = [found for chart, found in zip(text.split("<figure"), heights, strict=True) if "2 x 32" in chart]
+    assert len(tall) == 2
+    assert tall[0] == tall[1]
+
+
+def test_routers_have_charts(folder: Path) -> None:
+    (run, _) = read_runs([str(folder)])
+    assert not {"Auxiliary loss", "Expert load"} & charts("".join(training([run]))).keys()
+    for step, row in run.metrics["train"].items():
+        row |= {"aux_loss": 2.0 + step, "expert_load": 1.5}
+    drawn = charts("".join(training([run])))
+    assert lines(drawn["Auxiliary loss"])["run"][:2] == [[1, 3.0], [2, 4.0]]
+    assert {y for _, y in lines(drawn["Expert load"])["run"]} == {1.5}
 
 
 def test_text_of_a_run_is_escaped(folder: Path, text: str) -> None:
