@@ -92,7 +92,7 @@ def _make_fields(shape: tuple[int, ...], moments: tuple[str, ...], master: str, 
 
 
 class Home(NamedTuple):
-    """Where a parameter is stepped, and where its state is kept.
+    """The places where a parameter is stepped and its state is kept.
 
     device: of the step and of the step count. on_host: True if the rest is in host memory, page-locked if `device` is a
     GPU.

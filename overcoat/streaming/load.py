@@ -61,7 +61,7 @@ class Checkpoint:
 
 
 class Source:
-    """Where the weights of a model on the meta device come from; `weights`: a folder, or "random"."""
+    """The source of the weights of a model on the meta device; `weights`: a folder, or "random"."""
 
     def __init__(self, model: Any, weights: Optional[str | Path]) -> None:
         self.model = model
