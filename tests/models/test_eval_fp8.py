@@ -13,6 +13,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.formats import FLOAT8, quantize_tensor
 from overcoat.models.family import decoder_layers
+from overcoat.models.recording import Ranges
 from tests.models.zoo import make_batch, make_model
 
 
@@ -132,3 +133,15 @@ def test_shares_are_those_of_the_codes(fmt):
         ranges.saw("weight", (torch.ones(1),), codes, scale)  # of nobody's
     assert list(ranges.by_layer) == [name]
     assert ranges.by_layer[name]["down_proj"]["weight"] == (0.25, 0.375, pytest.approx(4.0))
+
+
+def test_rows_of_zeros_alone_have_not_underflowed() -> None:
+    """Of gradients of tokens without labels, say: three rows of four, of which the fourth underflows in part."""
+    weight = nn.Linear(4, 4).weight
+    ranges = Ranges()
+    ranges._weights[id(weight)] = ("layer", "proj")
+    codes = torch.zeros(4, 4, dtype=torch.uint8)
+    codes[3] = torch.tensor([0x7E, 0, 1, 2])
+    ranges.saw("gradient", (weight,), codes.view(torch.float8_e4m3fn), torch.ones(()))
+    found = ranges.by_layer["layer"]["proj"]["gradient"]
+    assert (found.saturated, found.zero, found.limit) == (0.25, 0.25, 448.0)
