@@ -299,6 +299,12 @@ def match_saved(
     earlier version's "8bit" is accepted: its states keep their codes.
     """
     for group, saved_group in zip(groups, saved["param_groups"], strict=False):
+        old, new = (of.get("algorithm", "adamw") for of in (saved_group, group))
+        if old != new:
+            raise ValueError(
+                f"the state of a parameter group was saved by {old!r}, and this optimizer steps the group by {new!r}: "
+                "continue with the optimizer and the groups that saved it, or start without a state"
+            )
         for option in FORMAT_OPTIONS:
             if option not in saved_group:
                 raise ValueError(

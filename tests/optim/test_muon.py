@@ -315,6 +315,15 @@ def test_resumes_bit_for_bit(state):
         assert_same_bits(snapshot(model.parameters(), optimizer), snapshot(run[0].parameters(), run[1]))
 
 
+@pytest.mark.parametrize("saves_muon", [True, False])
+def test_a_state_of_the_other_algorithm_is_refused(saves_muon):
+    muon = make()[1]
+    adamw = overcoat.AdamW([{"params": group["params"]} for group in muon.param_groups])
+    saving, loading = (muon, adamw) if saves_muon else (adamw, muon)
+    with pytest.raises(ValueError, match=r"saved by .* steps the group by"):
+        loading.load_state_dict(saving.state_dict())
+
+
 def test_a_state_of_other_codes_is_refused():
     model, optimizer = make()
     train(model, optimizer, 1)
