@@ -52,7 +52,7 @@ from overcoat.models.masks import cache_of
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.release import BATCH_BYTES, GradientRelease
 from overcoat.optim.release_checks import check_release, numbered
-from overcoat.optim.state import bytes_to_offload
+from overcoat.optim.state import MUON, bytes_to_offload
 from overcoat.pinned_memory import bytes_free
 from overcoat.streaming.layers import Layer, PlainStack, Stack
 from overcoat.streaming.load import Source
@@ -194,11 +194,17 @@ class Stream(GradientRelease):
         is_block = any(stack.scaling == "block" for stack in self.stacks)
         if self.device.type == "cuda" and is_block and (reason := why_no_block_gemm(self.device)) is not None:
             raise ValueError(f"overcoat.stream: Recipe.linear_scaling = 'block' cannot run on {self.device}: {reason}")
-        stepped = {id(param) for _, _, param in numbered(optimizer)}
+        groups = optimizer.param_groups
+        algorithms = {id(param): group.get("algorithm") for group in groups for param in group["params"]}
         for stack in self.stacks:
             for param, name in zip(stack.params, stack.names, strict=True):
-                if param.requires_grad and id(param) not in stepped:
+                if param.requires_grad and id(param) not in algorithms:
                     raise ValueError(f"overcoat.stream: {name} is trained, but not in the optimizer: freeze it")
+                if param.requires_grad and algorithms[id(param)] == MUON:
+                    raise ValueError(
+                        f"overcoat.stream steps layers by AdamW alone, and {name} is a matrix of overcoat.Muon: use "
+                        "overcoat.AdamW, or overcoat.release_gradients instead"
+                    )
 
     def _check_host(self, optimizer: AdamW) -> None:
         """Raise ValueError if the host has too little memory."""

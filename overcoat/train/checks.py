@@ -186,6 +186,11 @@ def _combined(config: Config) -> list[Row]:
         ),
         ("train.resident", bool(train.resident) and not train.stream, "is for train.stream alone; drop it"),
         (
+            "train.stream",
+            train.stream and optimizer.name == "muon" and not (lora.rank or continues),
+            "steps layers by AdamW alone: set optimizer.name = 'adamw', or leave it out",
+        ),
+        (
             "optimizer.offload",
             optimizer.offload and optimizer.name == "muon",
             "does not go with optimizer.name = 'muon': its states are small; drop it",

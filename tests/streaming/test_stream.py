@@ -404,6 +404,10 @@ def released(model: Any) -> None:
     overcoat.release_gradients(model, overcoat.AdamW(model.parameters()))
 
 
+def of_muon(model: Any) -> Any:
+    return overcoat.Muon(overcoat.muon_groups(model), adamw_lr=1e-3)
+
+
 def left_out(model: Any) -> Any:
     return [param for name, param in model.named_parameters() if "layers.1.mlp" not in name]
 
@@ -411,6 +415,7 @@ def left_out(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (of_muon, "by AdamW alone, and .*q_proj"),
         (unconverted, "overcoat.convert it"),
         (released, "released already"),
         (left_out, r"layers\.1\.mlp.*not in the opt"),
@@ -419,9 +424,10 @@ def left_out(model: Any) -> Any:
 def test_what_cannot_be_streamed_is_refused(change, words):
     model = make_model("llama", layers=2, **SMALL)
     overcoat.convert(model)
-    params = change(model) or list(model.parameters())
+    made = change(model) or list(model.parameters())
+    optimizer = made if isinstance(made, overcoat.Muon) else overcoat.AdamW(made)
     with pytest.raises(ValueError, match=words):
-        overcoat.stream(model, overcoat.AdamW(params))
+        overcoat.stream(model, optimizer)
     assert {type(param) for param in model.parameters()} == {torch.nn.Parameter}
 
 

@@ -76,6 +76,7 @@ REFUSALS = [
     ("optimizer.name=muon optimizer.moments=['ratio8','log8']", "one of 8bit"),
     ("optimizer.release_gradients=true", "set optimizer.clip to 0"),
     ("train.stream=true", "train.stream = True: no moment has all gradients"),
+    ("train.stream=true optimizer.clip=0 optimizer.name=muon", "train.stream = True: steps layers by AdamW alone"),
     ("train.resident=1", "train.resident = 1: is for train.stream"),
     ("train.stream=true optimizer.clip=0 train.compile=layers", "train.stream = True: does not go with train.compile"),
     (f"{RELEASED} train.accumulation=2", "train.accumulation = 2: optimizer.release_gradients"),
