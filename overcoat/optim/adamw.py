@@ -173,12 +173,12 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step_all(max_norm)
+            has_stepped = self._step_all(max_norm)
         except BaseException:
             self._step_groups = {}  # they hold gradients that would not be freed
             raise
         if self.release is not None:
-            self.release.end_step()
+            self.release.end_step(self.grad_norm if has_stepped else None)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -239,8 +239,11 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- inside a step --------------------------------------------------------------------------------
 
-    def _step_all(self, max_norm: Optional[float]) -> None:
-        """Take the step; the factor of all gradients (FP32) and the skip flag (bool) stay on the device."""
+    def _step_all(self, max_norm: Optional[float]) -> bool:
+        """Take the step; the factor of all gradients (FP32) and the skip flag (bool) stay on the device.
+
+        Returns: True if there were gradients.
+        """
         pairs = self._take_gradients()
         if pairs:
             step_groups = [step_group for _, step_group in pairs]
@@ -267,6 +270,7 @@ class AdamW(torch.optim.Optimizer):
             self.keep_if_captured(step_groups)
         else:
             warn_if_frozen(self.param_groups)
+        return bool(pairs)
 
     def _take_gradients(self) -> list[tuple[dict[str, Any], StepGroup]]:
         """Return the step groups of all parameters that have gradients, with these gradients."""

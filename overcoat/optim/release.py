@@ -40,7 +40,7 @@ from overcoat.optim.release_checks import (
     trainers_clipping,
 )
 from overcoat.optim.sharding import shard_bytes
-from overcoat.optim.step import StepGroup, kind_of
+from overcoat.optim.step import StepGroup, kind_of, moved
 
 # Bytes of gradients that are collected before a launch.
 BATCH_BYTES = 32 * 2**20
@@ -206,8 +206,11 @@ class GradientRelease:
                     stacklevel=2,
                 )
 
-    def end_step(self) -> None:
-        """End a step, called by `optimizer.step` and `zero_grad`: set grad_norm and skipped_steps."""
+    def end_step(self, rest: Optional[Tensor] = None) -> None:
+        """End a step, called by `optimizer.step` and `zero_grad`: set grad_norm and skipped_steps.
+
+        rest: the norm of gradients that were not released, such as accumulated ones without one in the last pass.
+        """
         self._finish_backward()
         self.taken = set()
         self.parts.restart()
@@ -216,7 +219,8 @@ class GradientRelease:
         self.optimizer.grad_norm = None
         if self.sums:
             sums = torch.cat([part.to(self.sums[0].device) for part in self.sums])
-            self.optimizer.grad_norm = sums.sum().sqrt().float()
+            norm = sums.sum().sqrt().float()
+            self.optimizer.grad_norm = norm if rest is None else torch.hypot(norm, moved(rest, norm.device))
             self.optimizer.count_skipped((~(sums < math.inf)).sum())
         self.step_groups, self.used, self.sums = self.used, {}, []
         self.has_begun = self.has_stepped = False

@@ -558,14 +558,20 @@ class Stream(GradientRelease):
         self._bound_gradients(0)
 
     def remove(self) -> None:
-        """Move weights back to the device and remove the hooks: `optimizer.step()` does the whole step again."""
+        """Move weights back to the device and remove the hooks: `optimizer.step()` does the whole step again.
+
+        Accumulated gradients become those of the weights.
+        """
         if not self.handles:
             return
         super().remove()
         self.synchronize()
         for stack in self.stacks:
-            for param in stack.params:
+            for place, param in enumerate(stack.params):
                 param.data = param.data.to(self.device, copy=True)
+                if stack.has_sums and param.requires_grad:
+                    assert stack.sums is not None
+                    param.grad = stack.sums_in(stack.sums)[place].to(self.device, param.dtype)
         self.owners, self.stacks, self.layers = {}, [], []
 
     def _before_reading(self, *_: Any) -> None:

@@ -312,6 +312,33 @@ def test_gradients_are_added_up_in_fp32(device):
     assert_same_run((model, optimizer), make("default", device, False), device)
 
 
+def test_the_norm_counts_gradients_of_all_passes(device):
+    """Also of a weight that the last pass does not use, which `step` finds in its `grad`."""
+    norms = []
+    for streamed in (False, True):
+        model = make_model("llama", layers=2, **SMALL)
+        model.extra = torch.nn.Parameter(torch.ones(64))
+        optimizer, handle = prepare(model, Recipe(), device, streamed)
+        with handle.accumulate() if streamed else contextlib.nullcontext():
+            if streamed:
+                (3 * model.extra.sum()).backward()
+        (loss_of(model, 0, device) + (0 if streamed else 3 * model.extra.sum())).backward()
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+
+
+def test_remove_keeps_accumulated_gradients(device):
+    model, _, handle = make("default", device, True)
+    plain = make_model("llama", layers=3, **SMALL).to(device)
+    overcoat.convert(plain)
+    with handle.accumulate():
+        loss_of(model, 0, device).backward()
+    loss_of(plain, 0, device).backward()
+    handle.remove()
+    harness.assert_same_bits(*([param.grad for param in each.parameters()] for each in (model, plain)))
+
+
 def test_remove_gives_back_a_resident_model(device):
     resident, streamed = (make("default", device, way) for way in (False, True))
     assert_same_run(resident, streamed, device, 2)
