@@ -45,6 +45,14 @@ def add_lora(
         adapted = peft.get_peft_model(model, settings)
     if any("lora_embedding" in name for name, _ in adapted.named_parameters()):
         raise ValueError("adapters of embeddings are not supported, leave them out")
+    merged = [each.get_param() for each in adapted.modules() if type(each).__name__ == "ParamWrapper"]
+    if merged:
+        size = sum(each.nbytes for each in merged) / 2**30
+        warnings.warn(
+            f"adapters of experts: peft merges {size:.2f} GiB of weights in each forward and holds "
+            "them until the backward: to adapt attention alone, name q_proj, k_proj, v_proj, o_proj",
+            stacklevel=2,
+        )
     return adapted
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from overcoat.block.spec import Adapter, Block, Branch, Linear
 from overcoat.memory import record_kept
 from overcoat.models import verify
 from overcoat.models.family import decoder_layers
-from overcoat.models.lora import is_lora
+from overcoat.models.lora import add_lora, is_lora
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.zoo import assert_equal, make_batch, make_model, trained
 from tests.nightly import mostly_nightly
@@ -380,3 +381,11 @@ def test_saved_adapters_name_transformers_alone(is_first: bool, tmp_path: Path) 
     assert type(loaded) is transformers.LlamaForCausalLM
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model) is not transformers.LlamaForCausalLM
+
+
+def test_adapters_of_experts_say_what_they_cost() -> None:
+    with pytest.warns(UserWarning, match=r"peft merges 0\.00 GiB .* name q_proj"):
+        add_lora(make_model("mixtral", layers=1), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add_lora(make_model("mixtral", layers=1), 2, targets=["q_proj", "o_proj"])
