@@ -126,7 +126,7 @@ def _combined(config: Config) -> list[Row]:
         ),
         (
             "recipe.frozen_weights",
-            config.recipe.frozen_weights == "fp8" and not lora.rank,
+            config.recipe.frozen_weights == "fp8" and not (lora.rank or continues),
             "checkpoints would need the weights: it is for the base of adapters, set lora.rank",
         ),
         (

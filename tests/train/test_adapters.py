@@ -75,6 +75,13 @@ def test_training_goes_on_in_them(started: Callable[..., Config], console: Conso
     assert losses(tmp_path / "run")["train"][3][0] < losses(tmp_path / "run")["train"][1][0]
 
 
+def test_their_model_can_be_held_in_fp8(started: Callable[..., Config], console: Console, tmp_path: Path) -> None:
+    for held in ("bf16", "fp8"):
+        run_once(started(f"train.run_dir={tmp_path}/{held}", f"recipe.frozen_weights={held}"), console, held)
+    assert "14 frozen weights held in FP8" in text_of(console)
+    assert losses(tmp_path / "fp8")["train"] == losses(tmp_path / "bf16")["train"]
+
+
 def test_it_can_be_merged_at_the_end(started: Callable[..., Config], console: Console, tmp_path: Path) -> None:
     result = run_once(started("lora.merge=true"), console, "merged")
     assert not (Path(result.export) / "adapter_config.json").exists()
