@@ -172,6 +172,8 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if self.release is not None:
+                self.release.check_step(max_norm)  # of what the closure has accumulated
         try:
             has_stepped = self._step_all(max_norm)
         except BaseException:

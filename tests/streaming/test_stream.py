@@ -309,6 +309,14 @@ def test_gradients_are_added_up_in_fp32(device):
     with pytest.raises(ValueError, match=r"outside of accumulate\(\)"):
         optimizer.step()
     optimizer.zero_grad()
+
+    def closure() -> None:
+        with handle.accumulate():
+            loss_of(model, 0, device).backward()
+
+    with pytest.raises(ValueError, match=r"outside of accumulate\(\)"):
+        optimizer.step(closure)
+    optimizer.zero_grad()
     assert_same_run((model, optimizer), make("default", device, False), device)
 
 
