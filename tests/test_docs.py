@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import overcoat
-from overcoat.train.configfile import help_text
+from overcoat.train.configfile import help_text, load_config
 
 ROOT = Path(__file__).parents[1]
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
@@ -85,3 +86,16 @@ def test_the_snippet_trains_in_fp8(page: str, tmp_path: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 600
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "tasks").glob("*.md")), ids=lambda page: page.stem)
+def test_a_task_is_short_and_its_configurations_are_valid(page: Path, tmp_path: Path) -> None:
+    """test_quickstart.py runs its blocks."""
+    text = page.read_text()
+    assert len(text.split()) <= 400
+    for name, lines in re.findall(r"^cat > (\S+) <<'TOML'\n(.*?)^TOML$", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(lines)
+        commands = re.findall(rf"^overcoat train {name}(.*)$", text, re.MULTILINE)
+        assert commands
+        for words in commands:
+            load_config(tmp_path / name, shlex.split(words.split("--gpus")[0]))

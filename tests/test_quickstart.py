@@ -1,4 +1,5 @@
-"""The quickstart page as a new user has it: its shell and Python blocks, in order, in one empty folder, offline.
+"""The quickstart and the tasks as a new user has them: a page's shell and Python blocks, in order, in one empty folder,
+offline.
 
 Left out are lines that begin with `pip`: the tree of the tests takes the place of the installation. A block that stands
 there twice is given Ctrl-C the first time, once it has logged a step.
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TASKS = ROOT / "docs" / "tasks"
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDER, LIMIT = Path("runs/chat"), 240  # of the page's run; seconds for a block
 
@@ -33,13 +35,19 @@ def start(language: str, text: str, folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.nightly  # a process for each command, most of whose time is imports: minutes
-def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder, beside one with the command `overcoat`."""
     folder, command = tmp_path / "empty", tmp_path / "bin" / "overcoat"
     folder.mkdir()
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m overcoat "$@"\n')
     command.chmod(0o755)
+    return folder
+
+
+@pytest.mark.nightly  # a process for each command, most of whose time is imports: minutes
+def test_every_block_of_the_page_runs(folder: Path) -> None:
     said: list[str] = []
     blocks = BLOCK.findall((ROOT / "docs" / "quickstart.md").read_text())
     for number, (language, text) in enumerate(blocks):
@@ -67,3 +75,28 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     assert "perplexity" in looked
     assert (folder / "report.html").stat().st_size > 10_000
     assert "Question: What is 7 plus 8?\nAnswer: It is" in loaded
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("chat", "It is"),
+        ("pretrain", "held-out loss"),
+        ("one-24gb-card", "14 frozen weights held in FP8"),
+        ("many-gpus", "resuming from runs/other/checkpoints/step-00000010"),
+        ("experts", '"expert_load"'),
+    ],
+)
+def test_every_block_of_a_task_runs(page: str, expected: str, folder: Path) -> None:
+    said = ""
+    for language, text in BLOCK.findall((TASKS / f"{page}.md").read_text()):
+        process = start(language, text, folder)
+        try:
+            said += process.communicate(timeout=LIMIT)[0]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 0, f"{text}\n{said}"
+    assert expected in said
+    assert "Traceback" not in said, said
