@@ -34,6 +34,7 @@ from overcoat.models.decoder import Fp8DecoderLayer, block_of, checked_now
 from overcoat.models.dummy_batch import SIDE, freeze_tower, images, model_class, tokens
 from overcoat.models.experts import Fp8Experts, weights_of
 from overcoat.models.family import decoder_layers
+from overcoat.models.frozen import weights_to_hold
 from overcoat.models.lora import add_lora
 from overcoat.optim.muon import hidden_matrices
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
@@ -86,7 +87,8 @@ class Trained(NamedTuple):
     """A model on the meta device, prepared as a setup trains it.
 
     parameters: before they are sharded; matrices: those of hidden layers; report: of `convert`; parts: for gradient
-        release. gathered: bytes of all parameters, as FSDP2 gathers them.
+        release. gathered: bytes of all parameters, as FSDP2 gathers them. held: ids of weights that are held as FP8
+        codes.
     """
 
     model: Any
@@ -95,6 +97,7 @@ class Trained(NamedTuple):
     report: Report
     parts: Parts
     gathered: int
+    held: frozenset[int]
 
 
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
@@ -107,7 +110,8 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     report = convert(model, setup.recipe)
     _order_rows(model)
     gathered = shard(model, setup, gpus) if setup.is_sharded(gpus) else 0
-    return Trained(model, parameters, matrices, report, Parts(model), gathered)
+    held = frozenset(map(id, weights_to_hold(model, setup.recipe)))
+    return Trained(model, parameters, matrices, report, Parts(model), gathered, held)
 
 
 @torch.no_grad()

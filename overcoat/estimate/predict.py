@@ -134,7 +134,7 @@ class Predictor:
         setup = setup or Setup()
         model, run = self._run(batch, sequence, setup, gpus)
         matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
-        lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers))
+        lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers), model.held)
         host += stream_host_bytes(layers)
         lasting["offload buffers"] += stream_buffers(layers)
         living, buffers = run.phases[setup.releases], {ROUND: round_bytes(matrices, gpus)} if matrices else {}
@@ -165,7 +165,7 @@ class Predictor:
         gpus = cluster.sharding
         model, run = self._run(batch, sequence, setup, gpus)
         matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
-        lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers))
+        lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers), model.held)
         trained = sum(part_bytes(each, gpus) for each in model.parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
         weights = sum(each.nbytes for each in model.parameters)
@@ -248,13 +248,14 @@ def _steps(label: str, setup: Setup) -> bool:
 
 def _lasting(
     parameters: tuple[Tensor, ...], matrices: tuple[Tensor, ...], setup: Setup, gpus: int,
-    streamed: frozenset[int] = frozenset(),
+    streamed: frozenset[int] = frozenset(), held: frozenset[int] = frozenset(),
 ) -> tuple[dict[str, int], int]:  # fmt: skip
     """Return the bytes that last for the whole step, and the bytes of offloaded states in host memory. Sizes are the
     tensors' own; what the allocator's multiples add to them is among the libraries'. matrices: Muon's; streamed: ids of
-    parameters in host memory."""
-    orthogonalized = set(map(id, matrices))
-    weights, host = [part_bytes(parameter, gpus) for parameter in parameters if id(parameter) not in streamed], 0
+    parameters in host memory; held: of those held as FP8 codes, 1 byte a weight."""
+    orthogonalized, host = set(map(id, matrices)), 0
+    resident = [parameter for parameter in parameters if id(parameter) not in streamed]
+    weights = [part_bytes(each, gpus) // (each.element_size() if id(each) in held else 1) for each in resident]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     moments: list[int] = []
     remainders: list[int] = []

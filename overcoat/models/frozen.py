@@ -96,6 +96,14 @@ def check_scaling(model: nn.Module, recipe: Recipe) -> None:
             )
 
 
+def weights_to_hold(model: nn.Module, recipe: Recipe) -> list[Tensor]:
+    """Return the weights of a converted model that `hold_frozen` holds in FP8, also on the meta device."""
+    if not recipe.fp8 or recipe.frozen_weights == "bf16":
+        return []
+    stacks = [_weights(stack) for stack, reason in _stacks(model, recipe) if reason is None]
+    return [weight for weights in stacks if not any(each.requires_grad for each in weights) for weight in weights]
+
+
 def hold_frozen(model: nn.Module, recipe: Recipe) -> list[str]:
     """Hold the frozen weights of converted layers as the recipe says, in place, and return lines for the report.
 

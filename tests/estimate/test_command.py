@@ -46,6 +46,9 @@ def test_adapters_train_in_the_memory_of_a_frozen_model(capsys):
     assert adapters["components"]["moments"] < 3 * added
     assert adapters["components"]["remainders"] == 0
     assert adapters["peak_bytes"] < whole["peak_bytes"] / 2
+    held = json.loads(estimate(capsys, *words, "--lora", "8", "--recipe", "default", "frozen_weights=fp8"))
+    in_layers = 12 * (4 * 768**2 + 3 * 768 * 2560)  # of 2 bytes, then 1
+    assert adapters["components"]["weights"] - held["components"]["weights"] == in_layers
 
 
 def test_what_fits_and_what_to_change(capsys, tmp_path):
