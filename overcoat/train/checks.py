@@ -242,7 +242,11 @@ def _schedule(config: Config) -> list[Row]:
     schedule, train = config.schedule, config.train
     warmup, both = schedule.warmup(train.num_steps), schedule.warmup(train.num_steps) + schedule.decay(train.num_steps)
     return [
-        ("schedule.warmup_steps", warmup >= train.num_steps, f"must be below {train.said_steps}"),
+        (
+            "schedule.warmup_steps",
+            warmup >= train.num_steps,
+            f"must be below {train.said_steps}: a value below 1 is a share of all steps, such as 0.1",
+        ),
         (
             "schedule.decay_steps",
             schedule.kind == "wsd" and both > train.num_steps,

@@ -42,7 +42,7 @@ REFUSALS = [
     ("train.steps=true", "train.steps = True: expected a whole number"),
     ("train.steps=[8]", "train.steps = [8]"),  # a list first, and only then text: the message shows what was read
     ("train.steps=10000000000000000000000", "at most 10"),
-    ("train.steps=50", "schedule.warmup_steps = 100: must be below train.steps = 50"),
+    ("train.steps=50", "schedule.warmup_steps = 100: must be below train.steps = 50: a value below 1 is a share"),
     ("schedule.kind=wsd schedule.decay_steps=950", "schedule.decay_steps = 950"),
     ("schedule.warmup_steps=1.5", "schedule.warmup_steps = 1.5"),
     ("train.steps=0", "train.steps = 0: must be at least 1"),
