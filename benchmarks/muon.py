@@ -114,15 +114,6 @@ def gemm_rate() -> float:
     return 2 * 8192**3 / steady_ms(lambda: a @ b, 5, 10)["ms"] * 1e3
 
 
-def tiled(tile: tuple[int, int, int, int, int], x: Tensor) -> Tensor:
-    """Return x x^T with other tiles."""
-    before, kernels.LARGE = kernels.LARGE, tile
-    try:
-        return kernels.product(x, x, True)
-    finally:
-        kernels.LARGE = before
-
-
 # Name: (rows, columns of x, the product, FLOP for rows n and columns m of x).
 PRODUCTS: dict[str, tuple[int, int, Callable[[Tensor], Any], Callable[[int, int], int]]] = {
     "x x^T": (4096, 11008, lambda x: kernels.product(x, x, True), lambda n, m: n * n * m),
@@ -131,10 +122,6 @@ PRODUCTS: dict[str, tuple[int, int, Callable[[Tensor], Any], Callable[[int, int]
     "P(G)": (
         4096, 4096, lambda x: kernels.product(x, x, True, added=x, beta=1.0, gamma=1.0), lambda n, m: n * n * m,
     ),
-    "G^2, tiles of 128 x 256": (4096, 4096, lambda x: tiled((128, 256, 64, 8, 3), x), lambda n, m: n * n * m),
-    "G^2, 4 stages": (4096, 4096, lambda x: tiled((128, 128, 64, 4, 4), x), lambda n, m: n * n * m),
-    "G^2, 8 warps": (4096, 4096, lambda x: tiled((128, 128, 64, 8, 3), x), lambda n, m: n * n * m),
-    "G^2, inner 128": (4096, 4096, lambda x: tiled((128, 128, 128, 8, 3), x), lambda n, m: n * n * m),
     "x x^T, cuBLAS, all tiles": (4096, 11008, lambda x: x @ x.mT, lambda n, m: 2 * n * n * m),
     "G^2, cuBLAS, all tiles": (4096, 4096, lambda x: x @ x, lambda n, m: 2 * n * n * m),
     "x x^T, 2048": (2048, 5632, lambda x: kernels.product(x, x, True), lambda n, m: n * n * m),

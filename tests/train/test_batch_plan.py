@@ -185,7 +185,7 @@ def test_a_training_configuration_in_full() -> None:
     asked = training(build_config(LLAMA, words.split()))
     recipe = Recipe(kept_format="e4m3", group_size=16, kept_attention="bf16", head=None)
     others = {"dtype": "float32", "document_mask": True, "reduce_dtype": "float32", "all_gather": "fp8"}
-    assert asked.setup == Setup(recipe, ("sqrt8", "fp32"), "bf16", 64, True, True, **others)
+    assert asked.setup == Setup(recipe, "adamw", ("sqrt8", "fp32"), "bf16", 64, True, True, **others)
     assert (asked.batch, asked.sequence) == (3, 96)
     assert (asked.predictor.config.hidden_size, asked.predictor.config.vocab_size) == (256, 1000)
 
