@@ -149,20 +149,23 @@ def with_graphs(recipe: Recipe) -> str:
 # ---- features in two processes --------------------------------------------------------------------------------------
 
 
-def with_fsdp2(recipe: Recipe) -> str:
+def sharded(recipe: Recipe) -> Any:
+    """Return a converted model, sharded layer by layer."""
     model = converted(recipe)
     for layer in decoder_layers(model).values():
         fully_shard(layer)
     fully_shard(model)
+    return model
+
+
+def with_fsdp2(recipe: Recipe) -> str:
+    model = sharded(recipe)
     check(recipe, stepped(model, batch()))
     return ""
 
 
 def with_fp8_all_gather(recipe: Recipe) -> str:
-    model = converted(recipe)
-    for layer in decoder_layers(model).values():
-        fully_shard(layer)
-    fully_shard(model)
+    model = sharded(recipe)
     overcoat.fp8_all_gather(model)
     check(recipe, stepped(model, batch()))
     return ""

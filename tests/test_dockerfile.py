@@ -57,7 +57,7 @@ def findings(text: str) -> Iterator[str]:
         ("--no-install-recommends ", "", ["apt"]),
         ("    && rm -rf /var/lib/apt/lists/*", "    && true", ["apt"]),
         ("--no-cache-dir ", "", ["pip"]),
-        ("HOME=/work", "HOME=/root", ["root-only"]),
+        ("HOME=/app", "HOME=/root", ["root-only"]),
         ("USER 1000\n", "", ["root"]),
         ("USER 1000", "USER root", ["root"]),
         ('["overcoat", "train", "configs/demo.toml"]', "overcoat train configs/demo.toml", ["command"]),
