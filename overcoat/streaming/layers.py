@@ -59,6 +59,7 @@ class Stack:
         self.seen: Any = None  # versions of the weights that the codes were made of
         self.sums: Optional[Tensor] = None  # of gradients, FP32 (sum of `sizes`,), in host memory; once accumulated
         self.has_sums = False
+        self.summed: set[int] = set()  # ids of the weights that have sums
 
     @property
     def code_bytes(self) -> int:

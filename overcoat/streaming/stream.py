@@ -483,6 +483,7 @@ class Stream(GradientRelease):
             with self._on("out", self._now()):
                 stack.sums.copy_(sums, non_blocking=True)
                 self.buffers[stack.place].freed = self._now()
+        stack.summed = (stack.summed if stack.has_sums else set()) | {id(param) for *_, param, _ in entries}
         stack.has_sums = True
 
     def _sums_on_device(self, stack: Stack, entries: list[Any]) -> Tensor:
@@ -513,6 +514,12 @@ class Stream(GradientRelease):
     def _step_stack(self, stack: Stack) -> None:
         """Step a stack's weights on the stream of updates."""
         entries, stack.entries = stack.entries, []
+        if stack.has_sums and (lost := stack.summed - {id(param) for *_, param, _ in entries}):
+            name = next(name for param, name in zip(stack.params, stack.names, strict=True) if id(param) in lost)
+            raise ValueError(
+                f"overcoat.stream: {name} has gradients of passes before, and none of the step's last one: freeze it "
+                "before the first pass of a step"
+            )
         self.held += [grad for *_, grad in entries]
         self._begin()
         self.optimizer.constants(self.device)  # made on this stream, which all others follow

@@ -566,3 +566,12 @@ def test_memory_of_the_gpu_does_not_grow_with_layers():
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del model, run
     assert peaks[1] - peaks[0] < 2 * 2**20  # norms, step counts, inputs of layers; a layer's weights take 34 MB
+
+
+def test_a_weight_frozen_between_passes_does_not_lose_their_sum_in_silence():
+    model, _, handle = make("default", "cpu", True, layers=2)
+    with handle.accumulate():
+        model(**make_batch(length=32)).loss.backward()
+    model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.k_proj\.weight has gradients of passes before"):
+        model(**make_batch(length=32)).loss.backward()
