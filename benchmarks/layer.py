@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.contestants import ENGINES, Block, make_block
-from benchmarks.experts import WAYS, largest_load, make_branch
+from benchmarks.experts import PRODUCT_COLUMNS, WAYS, grouped_calls, largest_load, make_branch, measure_product
 from benchmarks.rows import Column, Row, decimals
-from benchmarks.session import Session, add_common_arguments
+from benchmarks.session import Session, add_common_arguments, attempt, matches
 from benchmarks.shapes import BlockShape, block_shape, build_block
 from benchmarks.timing import host_ms, steady_ms
 from overcoat.estimate.command import positive
@@ -81,6 +81,14 @@ def measure_experts(name: str, shape: BlockShape, device: str = "cuda") -> Row:
     x, dy = _data(model, shape, device)
     block = make_branch(name, model)
     return {**measure_block(block, x, dy), "largest_load": largest_load(block, x)}
+
+
+def measure_products(shape: BlockShape) -> Row:
+    """{name: figures} of the grouped GEMMs of our branch's step."""
+    model, _ = build_block(shape, torch.bfloat16, "cuda")
+    x, dy = _data(model, shape, "cuda")
+    calls = grouped_calls(make_branch("overcoat", model), x, dy)
+    return {name: attempt(measure_product, call) for name, call in calls.items()}
 
 
 def _data(model: Any, shape: BlockShape, device: str) -> tuple[Tensor, Tensor]:
@@ -212,6 +220,10 @@ def run(parsed: argparse.Namespace) -> int:
             session.table(f"{shape}, experts alone: {size}")
             ways = {name: way.needs for name, way in WAYS.items()}
             session.everyone(ways, measure_experts, block, shape=shape, part="experts")
+            if matches("products", parsed.only):
+                session.table(f"{shape}, grouped GEMMs beside torch._scaled_grouped_mm", PRODUCT_COLUMNS)
+                for name, figures in session.call(measure_products, block).items():
+                    session.add({"shape": shape, "part": "products", "name": name, **figures})
             continue
         session.table(f"{shape}: {size}")
         session.everyone(needs, measure, block, shape=shape)

@@ -9,7 +9,8 @@ import torch
 
 import overcoat
 from benchmarks.contestants import ENGINES
-from benchmarks.experts import WAYS, make_branch
+from benchmarks.experts import WAYS, grouped_calls, make_branch, product_size, torchs
+from benchmarks.kernels import Call
 from benchmarks.layer import RESULTS, accuracy, measure, measure_experts
 from benchmarks.session import attempt
 from benchmarks.shapes import SHORT, BlockShape, block_shape, build_block
@@ -52,12 +53,13 @@ def test_every_family_of_the_registry_has_a_block(kind: str) -> None:
             assert decibels > 12, key
 
 
-def experts_of(kind: str) -> BlockShape:
-    """A tiny layer of one of transformers' mixtures: 8 experts, of which a token takes 2."""
+def experts_of(kind: str, wide: int = 64) -> BlockShape:
+    """A tiny layer of one of transformers' mixtures: 8 experts, of which a token takes 2. wide: of experts, in FP8
+    from 256 on."""
     count = "num_experts" if kind in ("OlmoeConfig", "Qwen3MoeConfig") else "num_local_experts"
     more: dict[str, Any] = {"GptOssConfig": {"attn_implementation": "eager", "head_dim": 32}}.get(kind, {})
-    fields = sizes(128, 64, 1, 4, 2, 320, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None, **more)
-    return BlockShape(Model(kind, {**fields, count: 8, "moe_intermediate_size": 64}), 2, 64)
+    fields = sizes(2 * wide, wide, 1, 4, 2, 320, num_experts_per_tok=2, pad_token_id=None, eos_token_id=None, **more)
+    return BlockShape(Model(kind, {**fields, count: 8, "moe_intermediate_size": wide}), 2, 64)
 
 
 WITH_EXPERTS = ("OlmoeConfig", "Qwen3MoeConfig", "MixtralConfig", "GptOssConfig")
@@ -93,6 +95,42 @@ def test_a_branch_of_experts_is_timed_under_uneven_loads(name: str) -> None:
 def test_why_a_branch_of_experts_is_not_timed(shape: BlockShape, said: str) -> None:
     """A dense model has none; a peer's kernels cannot be loaded."""
     assert said in attempt(measure_experts, "bf16 sonicmoe", shape, "cpu")["error"]
+
+
+def products_of(kind: str, device: str) -> dict[str, Call]:
+    model, _ = build_block(experts_of(kind, 256), torch.bfloat16, device)
+    x, dy = (torch.randn(2, 64, 512, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return grouped_calls(make_branch("overcoat", model), x.requires_grad_(), dy)
+
+
+def test_grouped_gemms_of_a_step_are_known_by_what_they_are_for() -> None:
+    pairs, hidden, wide = 2 * 64 * 2, 512, 256
+    for name, call in products_of("OlmoeConfig", "cpu").items():
+        assert product_size(call) == (pairs, 2 * pairs * hidden * wide * (2 if "gate" in name else 1)), name
+
+
+@pytest.mark.gpu
+def test_pytorchs_grouped_gemms_give_what_ours_give() -> None:
+    calls = products_of("OlmoeConfig", "cuda")
+    assert len(calls) == 6
+    for name, call in calls.items():
+        ours, theirs = call.run(), torchs(call)()
+        used = slice(None) if "wgrad" in name else (ours != 0).any(1)
+        assert sqnr(ours[used], theirs[used]) > 30, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["OlmoeConfig", "Qwen3MoeConfig"])
+def test_torchaos_experts_are_the_models(kind: str) -> None:
+    pytest.importorskip("torchao")
+    found = []
+    for name in ("bf16 eager", "torchao fp8 rowwise"):
+        model, _ = build_block(experts_of(kind), torch.bfloat16, "cuda")
+        x = torch.linspace(-2, 2, 2 * 64 * 128, device="cuda").view(2, 64, 128).sin().bfloat16().requires_grad_()
+        block = make_branch(name, model)
+        block.call(x).sum().backward()
+        found.append(torch.cat([grad.flatten() for _, grad in sorted(block.gradients().items())]))
+    assert sqnr(*found) > 15
 
 
 @pytest.mark.gpu
