@@ -17,12 +17,14 @@ from overcoat import Recipe
 from overcoat.models import family
 from overcoat.models.compiled import begin_pass, compile_layers, forget, graph_layers, keep_gradients_outside
 from overcoat.models.convert import decoder_layers
+from overcoat.models.experts import Fp8Experts
 from overcoat.models.images import longest
 from overcoat.optim.release import BATCH_BYTES
 from tests.models.graphs import recorded, skipped
 from tests.models.test_images import seen_rows
 from tests.models.zoo import assert_equal, gradients, make_batch, make_encoder, make_model
 from tests.nightly import mostly_nightly
+from tests.sweep.tiny import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +193,30 @@ def test_gradients_add_up_over_passes_of_cuda_graphs(recipe: Recipe) -> None:
     assert skipped() == before
     assert counts[1] >= 6  # forward and backward of three layers
     assert counts[2:] == [counts[2]] * 3, counts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_in_cuda_graphs_equal_eager_ones(kind: str) -> None:
+    """For tokens that take other experts from pass to pass."""
+    plain, model = (tiny(kind).bfloat16().cuda().train() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        overcoat.convert(each, Recipe())
+        assert any(isinstance(module, Fp8Experts) for module in each.modules())
+    compile_layers(model, graphs=True)
+    before = skipped()
+    for seed in range(4):
+        ids = torch.randint(0, 90, (2, 64), generator=torch.Generator().manual_seed(seed)).cuda()
+        begin_pass()
+        losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (plain, model)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses), seed
+        assert_equal(gradients(model), gradients(plain))
+        for each in (plain, model):
+            each.zero_grad()
+    assert (skipped(), recorded() > 0) == (before, True)
 
 
 @pytest.mark.gpu
