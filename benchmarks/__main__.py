@@ -20,6 +20,7 @@ from pathlib import Path
 TOOLS = {
     "layer": "one decoder block, forward and backward: ours and the installed peers",
     "optimizer": "one optimizer step: ours and the installed peers",
+    "muon": "one step of Muon: ours, peers, and the products that bound it",
     "model": "whole training steps of a whole model: ours and assembled peers",
     "kernels": "every kernel against the copy bandwidth",
     "paper": "the tables and figures of COAT, measured here",

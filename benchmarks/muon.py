@@ -1,4 +1,4 @@
-"""Muon's steps on the matrices of Llama-2-7B's layers, ours and torch's, and the products that bound them.
+"""one step of Muon on the matrices of Llama-2-7B's layers and on 1,000 small ones: ours, peers, the products' bound.
 
     ms           median of whole steps one right after the other
     state, temp. bytes per parameter, as for the other optimizers
@@ -12,14 +12,16 @@ Rows "passes" replace Newton-Schulz by nothing: what is left is bound by memory.
 
 from __future__ import annotations
 
-import importlib
+import argparse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.optimizer import Optimizer, peer, step_figures
 from benchmarks.rows import Column, Row, decimals, percent
+from benchmarks.session import Session, add_common_arguments
 from benchmarks.timing import steady_ms, time_ms
 from overcoat.kernels import muon as kernels
 from overcoat.optim.muon import Muon
@@ -37,75 +39,51 @@ COLUMNS = (
 )
 PRODUCT_COLUMNS = (Column("ms", "ms", decimals(3)), Column("TFLOP/s", "flops_per_second", decimals(0, 1e-12)))
 # Of one layer of Llama-2-7B: shape and how often.
-LAYER = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}
-SMALL = {(1024, 1024): 1000}
+LAYER: dict[tuple[int, ...], int] = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}
+SMALL: dict[tuple[int, ...], int] = {(1024, 1024): 1000}
 # Bytes per parameter that the passes of "8bit" with "bf16+8" move: gradient, codes both ways, u; its norm; u to FP16;
 # result, weight and remainder both ways. The check for finite gradients reads them once more.
 TRAFFIC = (2 + 2.03 + 2) + 2 + 4 + (2 + 4 + 2) + 2
 
 
-class Contestant(NamedTuple):
-    make: Callable[[list[torch.nn.Parameter]], Any]
-    dtype: torch.dtype = torch.bfloat16
-    alone: bool = False  # without Newton-Schulz
+def ours(**options: Any) -> Optimizer:
+    return Optimizer(lambda params: Muon([{"params": params, "algorithm": "muon"}], lr=LR, **options))
 
 
-def ours(**options: Any) -> Callable[[list[torch.nn.Parameter]], Any]:
-    return lambda params: Muon([{"params": params, "algorithm": "muon"}], lr=LR, **options)
-
-
-def torchs(params: list[torch.nn.Parameter]) -> Any:
-    return importlib.import_module("torch.optim").Muon(params, lr=LR)
-
-
-CONTESTANTS = {
-    "overcoat muon 8bit": Contestant(ours()),
-    "overcoat muon 8bit, passes": Contestant(ours(), alone=True),
-    "overcoat muon fp8": Contestant(ours(state="fp8")),
-    "overcoat muon fp32": Contestant(ours(state="fp32")),
-    "torch muon BF16": Contestant(torchs),
-    "torch muon FP32": Contestant(torchs, torch.float32),
+SDNQ: dict[str, Any] = {
+    "use_quantized_buffers": True,
+    "use_stochastic_buffers": True,
+    "use_gram_ns": True,
+    "use_torch_compile": True,
+}
+ADV: dict[str, Any] = {"use_muon": True, "state_precision": "int8_sr"}
+ALONE = "overcoat muon 8bit, passes"  # without Newton-Schulz
+OPTIMIZERS = {
+    "overcoat muon 8bit": ours(),
+    ALONE: ours(),
+    "overcoat muon fp8": ours(state="fp8"),
+    "overcoat muon fp32": ours(state="fp32"),
+    "torch muon BF16": peer("torch.optim", "Muon", lr=LR),
+    "torch muon FP32": peer("torch.optim", "Muon", torch.float32, lr=LR),
+    "reference muon BF16": peer("muon", "SingleDeviceMuon", lr=LR),
+    "reference muon FP32": peer("muon", "SingleDeviceMuon", torch.float32, lr=LR),
+    "SDNQ muon uint8": peer("sdnq.optim", "Muon", lr=LR, **SDNQ),
+    "SDNQ muon uint8, INT8 products": peer("sdnq.optim", "Muon", lr=LR, use_quantized_matmul=True, **SDNQ),
+    "adv_optm muon int8": peer("adv_optm", "Muon_adv", lr=LR, **ADV),
+    "adv_optm muon int8, compile": peer("adv_optm", "Muon_adv", lr=LR, compiled_optimizer=True, **ADV),
 }
 
 
-def measure(name: str, shapes: dict[tuple[int, int], int], copy_rate: float) -> Row:
+def measure(name: str, shapes: dict[tuple[int, ...], int], copy_rate: float) -> Row:
     """Time and memory of one contestant on fresh parameters; `copy_rate` in bytes per second."""
-    made = CONTESTANTS[name]
-    torch.manual_seed(0)
-    params = [
-        torch.nn.Parameter(torch.empty(shape, device="cuda", dtype=made.dtype).normal_(std=0.02))
-        for shape, count in shapes.items()
-        for _ in range(count)
-    ]
-    for param in params:
-        param.grad = torch.empty_like(param).normal_(std=1e-3)
-    first, total = params[0].detach().clone(), sum(param.numel() for param in params)
-    before = torch.cuda.memory_allocated()
-    optimizer = made.make(params)
-    if made.alone:
+    if name == ALONE:
         kernels.orthogonalize = lambda updates, steps: kernels.normalize(updates)
-    optimizer.step()
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    optimizer.step()
-    torch.cuda.synchronize()
-    temporary = torch.cuda.max_memory_allocated() - held
-    timing = steady_ms(optimizer.step, STEPS, warmup=1)
-    if not all(bool(param.isfinite().all()) for param in params) or torch.equal(params[0], first):
-        raise FloatingPointError("the step made parameters that are not finite, or changed nothing")
-    found: Row = {
-        **timing,
-        "parameters": total,
-        "state_bytes_per_parameter": (held - before) / total,
-        "temporary_bytes_per_parameter": temporary / total,
-        "temporary_bytes": temporary,
-    }
-    if made.alone:
-        return {**found, "share": TRAFFIC * total / copy_rate / timing["ms"] * 1e3}
-    flops = sum(kernels.flops(*shape, 5) * count for shape, count in shapes.items())
+    _, found = step_figures(OPTIMIZERS[name], shapes, 1e-3, STEPS, warmup=1)
+    if name == ALONE:
+        return {**found, "share": TRAFFIC * found["parameters"] / copy_rate / found["ms"] * 1e3}
+    flops = sum(kernels.flops(shape[0], shape[1], 5) * count for shape, count in shapes.items())
     bound = flops / gemm_rate() * 1e3
-    return {**found, "flops": flops, "bound_ms": bound, "of_bound": timing["ms"] / bound}
+    return {**found, "flops": flops, "bound_ms": bound, "of_bound": found["ms"] / bound}
 
 
 def gemm_rate() -> float:
@@ -138,3 +116,20 @@ def measure_product(name: str) -> Row:
     x = torch.randn(count, rows, columns, device="cuda").div_(100).half()
     timing = time_ms(lambda: function(x), 20)
     return {**timing, "flops_per_second": flops(rows, columns) / timing["ms"] * 1e3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=8, help="of Llama-2-7B (default 8; all are 32)")
+    add_common_arguments(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    session = Session(parsed, PRODUCT_COLUMNS)
+    session.table("products of Newton-Schulz")
+    session.everyone(dict.fromkeys(PRODUCTS, ()), measure_product)
+    layers = {shape: count * parsed.layers for shape, count in LAYER.items()}
+    needs = {name: optimizer.needs for name, optimizer in OPTIMIZERS.items()}
+    for title, shapes in ((f"{parsed.layers} layers of Llama-2-7B", layers), ("1,000 of 1024 x 1024", SMALL)):
+        session.table(title, COLUMNS)
+        session.everyone(needs, measure, shapes, session.copy_rate, size=title)
+    return 0

@@ -22,7 +22,6 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from benchmarks import muon
 from benchmarks.rows import Column, Row, decimals, percent
 from benchmarks.session import Session, add_common_arguments
 from benchmarks.timing import steady_ms
@@ -73,7 +72,7 @@ def peer(
 
     def make(params: list[torch.nn.Parameter]) -> Any:
         given: Any = params if group is None else [{"params": params, **group}]
-        return getattr(importlib.import_module(module), name)(given, lr=LR, **options)
+        return getattr(importlib.import_module(module), name)(given, **{"lr": LR, **options})
 
     package = module.split(".")[0]
     needs = {"torch": (), "galore_torch": (package, "bitsandbytes")}.get(package, (package,))
@@ -110,11 +109,29 @@ OPTIMIZERS = {
 def measure(name: str, count: int, shape: tuple[int, ...], copy_rate: float) -> Row:
     """Time and memory of one optimizer on `count` fresh parameters of `shape`; `copy_rate` in bytes per second."""
     made = OPTIMIZERS[name]
+    optimizer, figures = step_figures(made, {shape: count}, LR, STEPS)
+    total, width = figures["parameters"], made.dtype.itemsize
+    host = host_bytes(optimizer) / total
+    figures["host_bytes_per_parameter"] = host
+    if not host:
+        traffic = 2 * (width + figures["state_bytes_per_parameter"]) + made.gradient_reads * width
+        rate = traffic * total / figures["ms"] * 1e3
+        figures |= {"traffic_bytes_per_parameter": traffic, "TB_per_s": rate / 1e12, "share": rate / copy_rate}
+    return figures
+
+
+def step_figures(
+    made: Optimizer, shapes: Mapping[tuple[int, ...], int], gradient: float, steps: int, warmup: int = 3
+) -> tuple[Any, Row]:
+    """Return an optimizer of fresh parameters, so many of each shape, and the time and bytes of its steps; gradient:
+    standard deviation of theirs. RuntimeError: a step changed nothing."""
     torch.manual_seed(0)
     start = torch.cuda.memory_allocated()
-    params = [torch.nn.Parameter(_normal(shape, made.dtype, 0.02)) for _ in range(count)]
+    params = [
+        torch.nn.Parameter(_normal(shape, made.dtype, 0.02)) for shape, count in shapes.items() for _ in range(count)
+    ]
     for param in params:
-        param.grad = _normal(shape, made.dtype, 1e-3)
+        param.grad = _normal(param.shape, made.dtype, gradient)
     first = params[0].detach().clone()
     start += first.nbytes
     total = sum(param.numel() for param in params)
@@ -127,26 +144,19 @@ def measure(name: str, count: int, shape: tuple[int, ...], copy_rate: float) -> 
     optimizer.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    timing = steady_ms(optimizer.step, STEPS)
+    timing = steady_ms(optimizer.step, steps, warmup=warmup)
     if not all(bool(param.isfinite().all()) for param in params):
         raise FloatingPointError("the step made parameters that are not finite")
     if torch.equal(params[0], first):
         raise RuntimeError("the step did not change the parameters")
-    width = first.element_size()
-    state, host = (held - before) / total, host_bytes(optimizer) / total
-    figures = {
+    return optimizer, {
         **timing,
         "parameters": total,
-        "state_bytes_per_parameter": state,
-        "host_bytes_per_parameter": host,
+        "state_bytes_per_parameter": (held - before) / total,
+        "temporary_bytes": peak - held,
         "temporary_bytes_per_parameter": (peak - held) / total,
         "all_in_bytes_per_parameter": (peak - start) / total,
     }
-    if not host:
-        traffic = 2 * (width + state) + made.gradient_reads * width
-        rate = traffic * total / timing["ms"] * 1e3
-        figures |= {"traffic_bytes_per_parameter": traffic, "TB_per_s": rate / 1e12, "share": rate / copy_rate}
-    return figures
 
 
 def host_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -160,29 +170,11 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, std: float) -> torch.Ten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "Muon on the matrices of Llama-2-7B's layers and on 1,000 small ones instead: see benchmarks/muon.py"
-    parser.add_argument("--muon", action="store_true", help=words)
-    parser.add_argument("--layers", type=int, default=8, help="layers for --muon (default 8; all are 32)")
     parser.add_argument("--sizes", nargs="+", default=["64x16M"], choices=[*SIZES, "all"], help="default 64x16M")
     add_common_arguments(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    return run_muon(parsed) if parsed.muon else run_adamw(parsed)
-
-
-def run_muon(parsed: argparse.Namespace) -> int:
-    session = Session(parsed, muon.PRODUCT_COLUMNS)
-    session.table("products of Newton-Schulz")
-    session.everyone(dict.fromkeys(muon.PRODUCTS, ()), muon.measure_product)
-    layers = {shape: count * parsed.layers for shape, count in muon.LAYER.items()}
-    for title, shapes in ((f"{parsed.layers} layers of Llama-2-7B", layers), ("1,000 of 1024 x 1024", muon.SMALL)):
-        session.table(title, muon.COLUMNS)
-        session.everyone(dict.fromkeys(muon.CONTESTANTS, ()), muon.measure, shapes, session.copy_rate, size=title)
-    return 0
-
-
-def run_adamw(parsed: argparse.Namespace) -> int:
     sizes = list(SIZES) if "all" in parsed.sizes else parsed.sizes
     session = Session(parsed, COLUMNS)
     for size in sizes:

@@ -31,7 +31,10 @@ Result = tuple[str, list[Row], tuple[str, ...], tuple[str, ...]]  # title, rows,
 
 ROOT = Path(__file__).resolve().parents[1]
 # Their versions can change a result, as that of transformers.
-PEERS = ("torchao", "flashoptim", "bitsandbytes", "galore_torch", "transformer_engine", "liger_kernel")
+PEERS = (
+    *("torchao", "flashoptim", "bitsandbytes", "galore_torch", "transformer_engine", "liger_kernel"),
+    *("flash_linear_attention", "muon_optimizer", "sdnq", "adv_optm"),
+)
 _STARTED = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

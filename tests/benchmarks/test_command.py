@@ -146,7 +146,7 @@ def test_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("made_up")
 def test_muon(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "optimizer", "--muon", "--layers", "2", "--only", "G^2", "torch muon")
+    rows = bench(tmp_path, "muon", "--layers", "2", "--only", "G^2", "torch muon")
     assert [row["name"] for row in rows][:2] == ["G^2", "G^2, cuBLAS, all tiles"]
     assert [row["size"] for row in rows[2:]] == 2 * ["2 layers of Llama-2-7B"] + 2 * ["1,000 of 1024 x 1024"]
 
