@@ -172,17 +172,20 @@ def product_size(call: Call) -> tuple[int, float]:
 def torchs(call: Call) -> Callable[[], Tensor]:
     """Return the same product by `torch._scaled_grouped_mm`, which takes E4M3 alone."""
 
-    def e4m3(codes: Tensor) -> Tensor:
-        narrow = codes.dtype == torch.float8_e4m3fn
-        return codes if narrow else codes.bfloat16().clamp(-448, 448).to(torch.float8_e4m3fn)
+    def e4m3(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        if codes.dtype == torch.float8_e4m3fn:
+            return codes, scale
+        ratio = torch.finfo(codes.dtype).max / 448
+        return (codes.bfloat16() / ratio).to(torch.float8_e4m3fn), scale * ratio
 
     if call.op is grouped_wgrad:
         a, b, bounds, tile, scale, dtype, fast = call.arguments
-        count, ends, (a, b) = bounds.shape[0] - 1, bounds[1:] * tile, map(e4m3, (a, b))
-        of_a, of_b = (scale.expand(count * side.shape[0]).contiguous() for side in (a, b))
+        count, ends = bounds.shape[0] - 1, bounds[1:] * tile
+        (a, of_a), (b, of_b) = e4m3(a, scale), e4m3(b, torch.ones_like(scale))
+        of_a, of_b = (one.expand(count * side.shape[0]).contiguous() for one, side in ((of_a, a), (of_b, b)))
         return lambda: torch._scaled_grouped_mm(a, b.t(), of_a, of_b, ends, out_dtype=dtype, use_fast_accum=fast)
     a, rows, b, owner, of_a, of_b, dtype = call.arguments
-    a, tile = e4m3(a), (a if rows is None else rows).shape[0] // owner.shape[0]
+    (a, of_a), tile = e4m3(a, of_a), (a if rows is None else rows).shape[0] // owner.shape[0]
     ends = (owner[:, None] <= torch.arange(b.shape[0], device=a.device)).sum(0, dtype=torch.int32) * tile
     of_b = of_b[:, None].expand(b.shape[:2]).contiguous()
     place, of_a = None if rows is None else rows.clamp(min=0), of_a.expand(a.shape[0]).contiguous()

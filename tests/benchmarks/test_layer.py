@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import overcoat
 from benchmarks.contestants import ENGINES
@@ -119,18 +123,25 @@ def test_pytorchs_grouped_gemms_give_what_ours_give() -> None:
         assert sqnr(ours[used], theirs[used]) > 30, name
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["OlmoeConfig", "Qwen3MoeConfig"])
-def test_torchaos_experts_are_the_models(kind: str) -> None:
-    pytest.importorskip("torchao")
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_torchaos_experts_are_the_models(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their groups filled up, and what lies beyond them undefined; its kernels need a GPU."""
+
+    def grouped(a: Tensor, b: Tensor, ends: Tensor, **_: Any) -> Tensor:
+        begins = [0, *ends.tolist()]
+        parts = [a[i:j] @ each for i, j, each in zip(begins[:-1], begins[1:], b, strict=True)]
+        return torch.cat([*parts, a.new_full((len(a) - begins[-1], b.shape[2]), math.nan)])
+
+    module = SimpleNamespace(_to_fp8_rowwise_then_scaled_grouped_mm=grouped)
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.fp8_grouped_mm", module)
     found = []
     for name in ("bf16 eager", "torchao fp8 rowwise"):
-        model, _ = build_block(experts_of(kind), torch.bfloat16, "cuda")
-        x = torch.linspace(-2, 2, 2 * 64 * 128, device="cuda").view(2, 64, 128).sin().bfloat16().requires_grad_()
+        model, _ = build_block(experts_of(kind), torch.float32, "cpu")
+        x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
         block = make_branch(name, model)
-        block.call(x).sum().backward()
+        block.call(x).square().sum().backward()
         found.append(torch.cat([grad.flatten() for _, grad in sorted(block.gradients().items())]))
-    assert sqnr(*found) > 15
+    assert sqnr(*found) > 100
 
 
 @pytest.mark.gpu

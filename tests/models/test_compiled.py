@@ -197,13 +197,14 @@ def test_gradients_add_up_over_passes_of_cuda_graphs(recipe: Recipe) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_experts_in_cuda_graphs_equal_eager_ones(kind: str) -> None:
-    """For tokens that take other experts from pass to pass."""
+def test_experts_in_cuda_graphs_equal_compiled_ones(kind: str) -> None:
+    """For tokens that take other experts from pass to pass. Inductor rounds routers otherwise than eager passes do."""
     plain, model = (tiny(kind).bfloat16().cuda().train() for _ in range(2))
     model.load_state_dict(plain.state_dict())
     for each in (plain, model):
         overcoat.convert(each, Recipe())
         assert any(isinstance(module, Fp8Experts) for module in each.modules())
+    compile_layers(plain, graphs=False)
     compile_layers(model, graphs=True)
     before = skipped()
     for seed in range(4):
