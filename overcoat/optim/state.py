@@ -49,7 +49,7 @@ TORCHS_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, 
 CODES = "its moments are codes, which overcoat.AdamW alone reads"
 # The `algorithm` of parameter groups that `Muon` orthogonalizes.
 MUON = "muon"
-_options_of = operator.itemgetter(*OPTIONS)
+_values_of = operator.itemgetter(*OPTIONS)
 
 
 class Field(NamedTuple):
@@ -211,17 +211,27 @@ def check_groups(
         new, old = _options_of(group), known.get(number)
         if new == old:
             continue
+        has_states = old is not None and any(states.get(param) for param in group["params"])
+        held = dict(zip(("algorithm", *FORMAT_OPTIONS), old or (), strict=False)) if has_states else {}
+        _check_held(number, {"algorithm": group.get("algorithm", "adamw")}, held)
         check_options(group)
         group["moments"] = _resolved(group)
-        has_states = old is not None and any(states.get(param) for param in group["params"])
-        for option, before in zip(FORMAT_OPTIONS, old or (), strict=False):
-            if has_states and group[option] != before:
-                raise ValueError(
-                    f"param_groups[{number}][{option!r}] is {group[option]!r}, but its states are stored with "
-                    f"{before!r}; set it back, or start anew after optimizer.state.clear()"
-                )
+        _check_held(number, group, held)
         # Lists may be changed in place.
         known[number] = tuple(tuple(x) if isinstance(x, list) else x for x in _options_of(group))
+
+
+def _check_held(number: int, group: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    for option, before in held.items():
+        if option in group and group[option] != before:
+            raise ValueError(
+                f"param_groups[{number}][{option!r}] is {group[option]!r}, but its states are stored with {before!r}; "
+                "set it back, or start anew after optimizer.state.clear()"
+            )
+
+
+def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (group.get("algorithm", "adamw"), *_values_of(group))
 
 
 def _resolved(group: Mapping[str, Any]) -> tuple[str, ...]:

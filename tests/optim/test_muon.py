@@ -265,6 +265,16 @@ def test_adamw_refuses_groups_of_matrices():
         AdamW([{"params": [nn.Parameter(torch.ones(2, 2))], "algorithm": "muon"}])
 
 
+@pytest.mark.parametrize("other", ["adamw", "lion"])
+def test_an_algorithm_changed_after_a_step_is_refused(other):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    number = [group["algorithm"] for group in optimizer.param_groups].index("muon")
+    optimizer.param_groups[number]["algorithm"] = other
+    with pytest.raises(ValueError, match=rf"\[{number}\]\['algorithm'\] is '{other}'.*'muon'"):
+        train(model, optimizer, 1)
+
+
 # ---- one optimizer -----------------------------------------------------------------------------------------------
 
 
