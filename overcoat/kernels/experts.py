@@ -104,11 +104,19 @@ def _(w, amax, transposed, interleaved=False):
 
 
 @triton.jit
-def _quantized(w_ptr, n, k, rows, known, K, inverse, INTERLEAVED: tl.constexpr, ALIGN: tl.constexpr):
+def _quantized(w_ptr, n, k, rows, known, K, inverse, ALIGN: tl.constexpr):
     """Return w * inverse at rows n and columns k, of which `rows` and `known` exist."""
-    pointers, inside = w_ptr + (n[:, None] * K + k[None, :]), (n < rows)[:, None] & known[None, :]
-    w = tl.load(pointers if INTERLEAVED else promise(pointers, ALIGN), mask=inside, other=0.0)
+    inside = (n < rows)[:, None] & known[None, :]
+    w = tl.load(promise(w_ptr + (n[:, None] * K + k[None, :]), ALIGN), mask=inside, other=0.0)
     return tl.where(inside, w.to(tl.float32) * inverse, 0.0)
+
+
+@triton.jit
+def _store_words(out_ptr, even, odd, k, end, pair, pairs, stride):
+    """Store rows 2 `pair` and 2 `pair` + 1 transposed: column k is a row of `stride` words, of which `pairs` exist."""
+    words = tl.trans(pack_rows(even, odd, tl.float8e4nv))
+    inside = (k < end)[:, None] & (pair < pairs)[None, :]
+    tl.store(out_ptr + (k.to(tl.int64)[:, None] * stride + pair[None, :]), words, mask=inside)
 
 
 @kernel
@@ -126,20 +134,32 @@ def _quantize_experts_kernel(
     tl.store(scale_ptr + expert, scale, mask=tl.program_id(0) == 0)
     inverse, first = inverse_of(scale), expert.to(tl.int64) * N * K
     n, k, row = tl.arange(0, BN), k0 + tl.arange(0, BK), first + n0.to(tl.int64) * K
-    source = tl.where(k < K // 2, 2 * k, 2 * k - K + 1) if INTERLEAVED else k
+    # Of interleaved columns one lies in the first half of the result, and one in the second.
+    low, middle = k0 // 2 + tl.arange(0, BK // 2), K // 2
     w_ptr += row
     if TRANSPOSED:
         pair = tl.arange(0, BN // 2)
-        even = _quantized(w_ptr, 2 * pair, source, N - n0, k < K, K, inverse, INTERLEAVED, ALIGN)
-        odd = _quantized(w_ptr, 2 * pair + 1, source, N - n0, k < K, K, inverse, INTERLEAVED, ALIGN)
-        words = tl.trans(pack_rows(even, odd, tl.float8e4nv))
-        inside = (k < K)[:, None] & (pair < (N - n0) // 2)[None, :]
-        target = as_words(out_ptr, 16) + (first + n0) // 2
-        tl.store(target + (k.to(tl.int64)[:, None] * (N // 2) + pair[None, :]), words, mask=inside)
+        even = _quantized(w_ptr, 2 * pair, k, N - n0, k < K, K, inverse, ALIGN)
+        odd = _quantized(w_ptr, 2 * pair + 1, k, N - n0, k < K, K, inverse, ALIGN)
+        target, pairs = as_words(out_ptr, 16) + (first + n0) // 2, (N - n0) // 2
+        if INTERLEAVED:
+            even, even_up = tl.split(tl.reshape(even, (BN // 2, BK // 2, 2)))
+            odd, odd_up = tl.split(tl.reshape(odd, (BN // 2, BK // 2, 2)))
+            _store_words(target, even, odd, low, middle, pair, pairs, N // 2)
+            _store_words(target, even_up, odd_up, middle + low, K, pair, pairs, N // 2)
+        else:
+            _store_words(target, even, odd, k, K, pair, pairs, N // 2)
     else:
-        x = _quantized(w_ptr, n, source, N - n0, k < K, K, inverse, INTERLEAVED, ALIGN)
-        target = promise(out_ptr + row + (n[:, None] * K + k[None, :]), ALIGN)
-        tl.store(target, to_float8(x, tl.float8e4nv), mask=(n < N - n0)[:, None] & (k < K)[None, :])
+        x = _quantized(w_ptr, n, k, N - n0, k < K, K, inverse, ALIGN)
+        out_ptr += row
+        if INTERLEAVED:
+            x, up = tl.split(tl.reshape(x, (BN, BK // 2, 2)))
+            target, inside = out_ptr + (n[:, None] * K + low[None, :]), (n < N - n0)[:, None] & (low < middle)[None, :]
+            tl.store(target, to_float8(x, tl.float8e4nv), mask=inside)
+            tl.store(target + middle, to_float8(up, tl.float8e4nv), mask=inside)
+        else:
+            target = promise(out_ptr + (n[:, None] * K + k[None, :]), ALIGN)
+            tl.store(target, to_float8(x, tl.float8e4nv), mask=(n < N - n0)[:, None] & (k < K)[None, :])
 
 
 @quantize_experts.cuda

@@ -11,7 +11,7 @@ from overcoat.kernels.grouped import Routing, route
 from tests.kernels.compare import DEVICE, DTYPES, FORMATS, assert_equal, awkward
 from tests.kernels.samples import amax, normal
 
-SHAPES = [(2, 16, 16), (3, 130, 48), (5, 176, 144)]
+SHAPES = [(2, 16, 16), (3, 130, 48), (5, 176, 144), (2, 18, 528)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
