@@ -72,10 +72,15 @@ def reads_lengths(config: Any) -> bool:
     return kind is not None and "flash" in kind and not kind.startswith("paged|")
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _has_windows(cls: Any) -> bool:
     """True if the model of an attention's class makes masks of windows: Llama and OLMoE ignore a sliding_window in
     their configuration."""
+    return _makes_windows(cls)
+
+
+@functools.cache
+def _makes_windows(cls: Any) -> bool:
     names = vars(sys.modules[original_class(cls).__module__])
     return any(name.startswith("create_") and "sliding_window" in name for name in names)
 
