@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class SavedTensor(NamedTuple):
-    """One tensor saved for the backward; on_host: True if it waits in host memory."""
+    """One tensor saved for the backward; on_host: True if it waits in host memory; module: path of the one that ran."""
 
     op: str
     name: str
@@ -36,6 +36,7 @@ class SavedTensor(NamedTuple):
     dtype: torch.dtype
     bytes: int
     on_host: bool = False
+    module: str = ""
 
 
 @dataclass
@@ -83,15 +84,16 @@ def _totals(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 class _Recorder:
     """Saved-tensor hooks that fill a report, and module hooks that track which module is running."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, given: Iterable[Tensor]) -> None:
         self.report = SavedReport()
         self.names: dict[int, tuple[str, str]] = {}
         self.seen: dict[int, int] = {}
         self.holders: list[Tensor] = []
         self.modules: list[str] = []
+        self.inside: list[str] = []  # as `modules`, for one that is not the model's the path of what called it
         self.paths = {id(m): path for path, m in model.named_modules()} if model is not None else {}
         there = [] if model is None else [*model.parameters(), *model.buffers()]
-        self.inputs = set(map(_storage, there))
+        self.inputs = set(map(_storage, [*there, *given]))
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -112,13 +114,18 @@ class _Recorder:
         op, name = self.names.get(storage, (place, f"{str(tensor.dtype).removeprefix('torch.')}"))
         if on_host:
             self.names.pop(storage, None)
-        self.report.rows.append(SavedTensor(op, name, tuple(tensor.shape), tensor.dtype, size, on_host))
+        path = self.inside[-1] if self.inside else ""
+        self.report.rows.append(SavedTensor(op, name, tuple(tensor.shape), tensor.dtype, size, on_host, path))
 
     def enter(self, module: nn.Module, _args: object) -> None:
-        self.modules.append(self.paths.get(id(module)) or type(module).__name__)
+        path = self.paths.get(id(module))
+        self.modules.append(path or type(module).__name__)
+        self.inside.append(path or (self.inside[-1] if self.inside else ""))
 
     def leave(self, _module: nn.Module, _args: object, _result: object) -> None:
-        self.modules.pop()
+        if self.modules:  # else the module was running when recording began
+            self.modules.pop()
+            self.inside.pop()
 
 
 def _storage(tensor: Tensor) -> int:
@@ -132,17 +139,18 @@ Part = tuple[str, tuple[str, ...], tuple[Tensor | None, ...]]
 
 
 @contextlib.contextmanager
-def record_kept(model: nn.Module | None = None) -> Iterator[SavedReport]:
+def record_kept(model: nn.Module | None = None, given: Iterable[Tensor] = ()) -> Iterator[SavedReport]:
     """Record what autograd saves for the backward inside the `with` block.
 
     Args:
         model: its modules' names appear in the report, and its parameters and buffers (and views of them) are not
             counted; without it only `nn.Parameter`s themselves are left out.
+        given: further tensors that are not counted, such as rotary tables that all layers share.
 
     Yields:
         a `SavedReport`, filled as the forward runs. The tensors stay alive until the `with` block ends.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, given)
     handles: list[RemovableHandle] = [
         nn.modules.module.register_module_forward_pre_hook(recorder.enter),
         nn.modules.module.register_module_forward_hook(recorder.leave, always_call=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from overcoat.models.decoder import checked_now
 from overcoat.models.family import causal_models, model_spec_of, original_class
+from overcoat.models.saved_bytes import BranchBytes, measure_branches, table
 from overcoat.models.verify import Verified
 from overcoat.recipe import Recipe
 
@@ -46,6 +48,7 @@ class Report:
         the head's.
     weights: how many frozen weights are held in FP8 (`Recipe.frozen_weights`), a line each; why others are not.
     verified: by name of a converted layer how closely its own forward agrees with its block (models/verify.py).
+    saved: what each branch saves for the backward, once `measure` was called.
     """
 
     recipe: Recipe
@@ -54,6 +57,7 @@ class Report:
     parts: list[str] = field(default_factory=list)
     weights: list[str] = field(default_factory=list)
     verified: dict[str, Verified] = field(default_factory=dict)
+    saved: list[BranchBytes] = field(default_factory=list)
     _modules: dict[str, tuple[weakref.ref[Any], weakref.ref[Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -71,6 +75,19 @@ class Report:
         modules = {name: (module(), model()) for name, (module, model) in self._modules.items()}
         known = {name: module for name, (module, model) in modules.items() if module is not None or model is not None}
         return {name: GONE if module is None else _ran(module) for name, module in known.items()}
+
+    def measure(self, model: nn.Module, batch: Mapping[str, Any]) -> list[BranchBytes]:
+        """Return the bytes per token that each branch saves for the backward, its own and converted; printing the
+        report then shows them. Two forwards of the model, without a backward, that hold one layer's tensors at a time.
+
+        batch: the model's arguments, of a size that is trained with: attention in plain PyTorch saves more per token
+            in longer rows.
+
+        Raises:
+            ValueError: the model is in `eval()`, or has gradient checkpointing on.
+        """
+        self.saved = measure_branches(model, [row.name for row in self.layers], batch)
+        return self.saved
 
     @property
     def converted(self) -> list[str]:
@@ -112,7 +129,8 @@ class Report:
         total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
         total += f", {len(self.in_part)} of them in part" if self.in_part else ""
         total += f", {len(self.in_linear_layers)} in their linear layers" if self.in_linear_layers else ""
-        return "\n".join([*lines, *self.parts, *self.weights, *_verified(self.verified), total])
+        saved = table(self.saved) if self.saved else []
+        return "\n".join([*lines, *self.parts, *self.weights, *_verified(self.verified), *saved, total])
 
 
 def _verified(found: dict[str, Verified]) -> list[str]:
