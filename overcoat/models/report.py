@@ -129,8 +129,8 @@ class Report:
         total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
         total += f", {len(self.in_part)} of them in part" if self.in_part else ""
         total += f", {len(self.in_linear_layers)} in their linear layers" if self.in_linear_layers else ""
-        saved = table(self.saved) if self.saved else []
-        return "\n".join([*lines, *self.parts, *self.weights, *_verified(self.verified), *saved, total])
+        below = [*self.parts, *self.weights, *_verified(self.verified), *table(self.saved), total]
+        return "\n".join([*lines, *below])
 
 
 def _verified(found: dict[str, Verified]) -> list[str]:

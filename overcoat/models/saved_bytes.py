@@ -90,7 +90,9 @@ def measure_branches(model: nn.Module, names: Iterable[str], batch: Mapping[str,
 
 
 def table(rows: list[BranchBytes]) -> list[str]:
-    """Return the rows as aligned lines under a head."""
+    """Return the rows as aligned lines under a head; [] if there are none."""
+    if not rows:
+        return []
     cells = [("branch", "of class", "state", "layers", "before", "after"), *map(_cells, rows)]
     names, widths = range(3), [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

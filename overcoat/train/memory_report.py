@@ -1,4 +1,5 @@
-"""`memory.report`: measured and predicted memory of a step: memory.txt (a table), memory.png (by phase), memory.json.
+"""`memory.report`: measured and predicted memory of a step, and what each branch of the layers saves for the backward:
+memory.txt (tables), memory.png (by phase), memory.json.
 
 The second step of the first process is measured: the optimizer's states exist from its beginning.
 """
@@ -15,6 +16,9 @@ from overcoat.estimate.phases import LOSS, Phase, kind_of, measure_step
 from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import drawing
 from overcoat.memory import optimizer_bytes
+from overcoat.models.dummy_batch import tokens
+from overcoat.models.family import decoder_layers
+from overcoat.models.saved_bytes import BranchBytes, measure_branches, table
 from overcoat.optim.sharding import shard_bytes
 from overcoat.train import process
 from overcoat.train.batch_plan import training_setup
@@ -82,11 +86,21 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
         "predicted": [phase._asdict() for phase in predicted],
         "measured": [phase._asdict() for phase in phases],
     }
-    text, run_dir = write_table(figures), Path(config.train.run_dir)
+    branches = _branches(state, config)
+    data["branches"] = [branch._asdict() for branch in branches]
+    text, run_dir = "\n".join([write_table(figures), *table(branches)]), Path(config.train.run_dir)
     (run_dir / "memory.txt").write_text(text + "\n", encoding="utf-8")
     (run_dir / "memory.json").write_text(json.dumps(data) + "\n", encoding="utf-8")
     draw_timeline(predicted, phases, run_dir / "memory.png")
     return f"{text}\n{run_dir / 'memory.png'} shows the step's course"
+
+
+def _branches(state: TrainState, config: Config) -> list[BranchBytes]:
+    """Return what each branch saves in a micro-batch of made-up tokens; [] where its layers' weights are elsewhere."""
+    if process.count() > 1 or config.train.stream:
+        return []
+    batch = tokens(state.model, state.plan.micro_batch, config.data.sequence_length, {})
+    return measure_branches(state.model, decoder_layers(state.model), {**batch, "use_cache": False})
 
 
 def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> Figures:

@@ -53,7 +53,11 @@ def test_a_real_step_is_what_was_predicted(make_config: MakeConfig, console: Con
         assert figure["predicted"] == pytest.approx(figure["measured"], rel=0.01), name
     assert figures["peak of the step"]["predicted"] == max(phase["peak"] for phase in data["predicted"])
     assert [phase["label"] for phase in data["measured"]] == [phase["label"] for phase in data["predicted"]]
-    assert "peak of the step" in (Path(config.train.run_dir) / "memory.txt").read_text()
+    text = (Path(config.train.run_dir) / "memory.txt").read_text()
+    assert "peak of the step" in text
+    state = "own" if config.recipe.name == "bf16" else "fused"
+    assert {row["state"] for row in data["branches"]} == {state}
+    assert all(f"{row['after']:,.0f}" in text for row in data["branches"])
     assert (Path(config.train.run_dir) / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
