@@ -60,6 +60,8 @@ def page(runs: list[Run]) -> str:
         f"<h2>Training</h2><div class=grid>{''.join(training(runs))}</div>",
         f"<h2>Memory over a step</h2><div class=grid>{''.join(memories(runs))}</div>",
     ]
+    if any(run.memory.get("branches") for run in runs):
+        parts.append("<h2>Saved for the backward</h2>" + "".join(branches(run) for run in runs))
     if any(run.metrics["fp8"] for run in runs):
         parts.append("<h2>FP8 ranges</h2>" + "".join(ranges(run) for run in runs if run.metrics["fp8"]))
     parts.append(f"<h2>Configuration</h2><div class=grid>{configurations(runs)}</div>")
@@ -265,6 +267,25 @@ def memory(run: Run, top: float) -> str:
         note += " On a CPU there is no cuBLAS workspace."
     title = f"{run.name}: {prediction.batch} x {prediction.sequence} tokens in a forward pass"
     return chart(title, unit, series, x_name="phase", zero=True, labels=labels, note=note, top=top / size)
+
+
+def branches(run: Run) -> str:
+    """Return the table of what each branch of the layers saves; "" if `memory.report` did not measure it."""
+    found = run.memory.get("branches", [])
+    heads = ("branch", "of class", "state", "layers", "before", "after")
+    rows = [
+        (
+            *(row[name] for name in ("branch", "kind", "state", "layers")),
+            f"{row['before']:,.0f}",
+            f"{row['after']:,.0f}",
+        )
+        for row in found
+    ]
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    note = f"{escape(run.name)}: bytes per token that a branch of one layer saves, before and after conversion."
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<p class=soft>{note}</p>{table}" if found else ""
 
 
 # ---- FP8 ranges -----------------------------------------------------------------------------------------------------

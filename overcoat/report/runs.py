@@ -90,13 +90,17 @@ def _json(path: Path, key: str) -> dict[str, Any]:
 
 def _check_shown(found: dict[str, Any], key: str) -> None:
     """Raise TypeError if a value that the page shows is missing or of another type."""
-    figures = []
+    figures, texts = [], []
     for each in found[key]:
         named = ("peak",) if key == "measured" else each.keys() & SHOWN
         figures += [(name, each.get(name)) for name in named]
-        texts = ("label",) if key == "measured" else each.keys() & {"device", "sample", "start"}
-        if wrong := [name for name in texts if not isinstance(each.get(name), str)]:
-            raise TypeError(f"{wrong[0]} is no text")
+        named = ("label",) if key == "measured" else each.keys() & {"device", "sample", "start"}
+        texts += [(name, each.get(name)) for name in named]
+    for each in found.get("branches", []):
+        figures += [(name, each[name]) for name in ("layers", "before", "after")]
+        texts += [(name, each[name]) for name in ("branch", "kind", "state")]
+    if wrong := [name for name, value in texts if not isinstance(value, str)]:
+        raise TypeError(f"{wrong[0]} is no text")
     if key == "measured" and found[key]:
         peak = found["figures"]["peak of the step"]
         figures += [(name, peak[name]) for name in ("predicted", "measured")]

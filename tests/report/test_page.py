@@ -36,6 +36,7 @@ shuffle_rows = 9
 split = "test"
 token_dtype = "uint32"
 """
+BRANCH = {"branch": "mlp", "kind": "A", "state": "own", "layers": 1, "before": 1.5, "after": 1.0}
 
 
 @pytest.fixture(scope="session")
@@ -114,6 +115,22 @@ def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -
     assert [y for _, y in stack[0]["p"]] == on_cpu
     for above, below in itertools.pairwise(stack):
         assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
+
+
+def test_branches_are_those_of_the_memory_report(folder: Path, text: str) -> None:
+    for path in (folder, folder / "twin"):
+        rows = json.loads((path / "memory.json").read_text())["branches"]
+        assert rows
+        for row in rows:
+            cells = (
+                row["branch"],
+                row["kind"],
+                row["state"],
+                row["layers"],
+                f"{row['before']:,.0f}",
+                f"{row['after']:,.0f}",
+            )
+            assert "".join(f"<td>{cell}</td>" for cell in cells) in text
 
 
 def test_memory_of_two_runs_has_one_axis(folder: Path, text: str) -> None:
@@ -255,6 +272,10 @@ def test_a_damaged_row_is_named(row: str, folder: Path, tmp_path: Path, capsys: 
         ("results.json", '{"runs": [{"sample": 3}]}'),
         ("memory.json", '{"measured": [{"label": "a"}], "figures": {"peak of the step": {}}}'),
         ("memory.json", '{"measured": [{"label": "a", "peak": 1}]}'),
+        ("memory.json", '{"measured": [], "branches": 3}'),
+        ("memory.json", '{"measured": [], "branches": [{"branch": "mlp"}]}'),
+        ("memory.json", json.dumps({"measured": [], "branches": [{**BRANCH, "state": 1}]})),
+        ("memory.json", json.dumps({"measured": [], "branches": [{**BRANCH, "after": "x"}]})),
     ],
 )
 def test_figures_of_another_type_are_named(
