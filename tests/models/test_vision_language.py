@@ -283,6 +283,7 @@ def test_a_frozen_tower_keeps_nothing(name: str) -> None:
     with overcoat.memory.record_kept(model) as kept:
         model(**inputs).loss.backward()
     assert not [row for row in kept.rows if row.op.startswith(whole.vision)]
+    assert {row.kind[-12:] for row in report.measure(model, inputs)} == {"DecoderLayer"}  # of the text
     of_blocks = sum(size for op, size in kept.by_op().items() if op.split(" ")[0] in ("attention", "mlp"))
     model.get_submodule(whole.text).requires_grad_(False)
     assert of_blocks > 0
