@@ -84,7 +84,7 @@ class Report:
             in longer rows.
 
         Raises:
-            ValueError: the model is in `eval()`, or has gradient checkpointing on.
+            ValueError: the model is in `eval()`, has gradient checkpointing on, or is not the one that was converted.
         """
         self.saved = measure_branches(model, [row.name for row in self.layers], batch)
         return self.saved

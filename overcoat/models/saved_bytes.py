@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -56,10 +56,11 @@ class Measured(NamedTuple):
     tokens: int
 
 
-def measure_branches(model: nn.Module, names: Iterable[str], batch: Mapping[str, Any]) -> list[BranchBytes]:
+def measure_branches(model: nn.Module, names: Collection[str], batch: Mapping[str, Any]) -> list[BranchBytes]:
     """Return a row for each class of layers, branch and state. names: of the layers; batch: arguments of the model.
 
-    ValueError: the model is in `eval()`, or checkpoints activations by itself, which hides what is saved.
+    ValueError: the model is in `eval()`, or checkpoints activations by itself, which hides what is saved, or has no
+        layers of these names.
     """
     if not model.training:
         raise ValueError("the model is in eval(), where nothing is saved in FP8: call model.train() first")
@@ -67,7 +68,10 @@ def measure_branches(model: nn.Module, names: Iterable[str], batch: Mapping[str,
         raise ValueError(
             "gradient checkpointing is on, and hides what a layer saves: call model.gradient_checkpointing_disable()"
         )
-    layers = {name: model.get_submodule(name) for name in names}
+    modules = dict(model.named_modules())
+    if missing := [name for name in names if name not in modules]:
+        raise ValueError(f"{type(model).__name__} has no layer {missing[0]}: give it the model that was converted")
+    layers = {name: modules[name] for name in names}
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices), torch.enable_grad(), eager():
         with _own_forwards(model):

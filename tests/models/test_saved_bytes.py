@@ -118,9 +118,14 @@ def test_a_layers_tensors_are_freed_behind_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "remedy"), [(lambda m: m.eval(), "train"), (lambda m: m.gradient_checkpointing_enable(), "disable")]
+    ("change", "remedy"),
+    [
+        (lambda m: m.eval(), "train"),
+        (lambda m: m.gradient_checkpointing_enable(), "disable"),
+        (lambda m: delattr(m.model, "layers"), "that was converted"),
+    ],
 )
-def test_what_hides_saved_tensors_is_refused(change: Callable[[Any], None], remedy: str) -> None:
+def test_what_cannot_be_measured_is_refused(change: Callable[[Any], None], remedy: str) -> None:
     model: Any = llama().train()
     report = overcoat.convert(model)
     change(model)
