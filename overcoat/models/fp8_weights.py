@@ -72,7 +72,7 @@ def fp8_state_dict(model: nn.Module, block: int = 128) -> Iterator[tuple[str, Te
     if not isinstance(model, transformers.PreTrainedModel):
         raise ValueError(f"{type(model).__name__} is not a transformers model, whose files name the weights")
     chosen, groups = set[str](), _by_layer(model, tensors)
-    linears = _linears(model)
+    linears = linear_weights(model)
     for group in groups:
         shapes = {name: torch.empty(group[name].shape, device="meta") for name in group.keys() & linears}
         chosen |= _quantized(_as_in_files(model, shapes), block)
@@ -109,7 +109,7 @@ def _is_of(tensor: Tensor, dtype: torch.dtype) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.dtype == dtype
 
 
-def _linears(model: nn.Module) -> set[str]:
+def linear_weights(model: nn.Module) -> set[str]:
     """Return the names of the weights of linear layers and of stacked experts, of the text's decoder layers."""
     found, tower = set[str](), tower_path(model)
     for path, layer in decoder_layers(model).items():

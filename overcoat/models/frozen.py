@@ -2,7 +2,8 @@
 
 A converted layer's GEMMs read E4M3 codes, which are made of the weight for each GEMM. Of a frozen weight they are
 always the same: they are made once, with the scales of the recipe (one for a stack, or one for each 128x128 block), and
-the weight itself is freed. So the numbers of training do not change by a bit.
+the weight itself is freed. So the numbers of training do not change by a bit. Codes of a checkpoint with such blocks
+(`from_blocks`) are taken as they are; those that no FP8 GEMM reads are decoded.
 
 `FrozenWeight` takes the parameter's place. Whatever else reads it (`eval()`, `generate`, hooks) gets codes * scale in
 the weight's dtype, decoded for each use; `state_dict()` has it decoded in host memory. What would write to it is
@@ -11,17 +12,19 @@ refused. Of a stack (q, k, v; gate, up) all weights are held so, or none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from overcoat.block.linear import GatheredWeight
-from overcoat.formats import Quantized, decode_float8, dequantize_blocks
+from overcoat.formats import E4M3, Quantized, decode_float8, dequantize_blocks
 from overcoat.kernels.blockwise import BLOCK, blocks
 from overcoat.kernels.quantize import amax
-from overcoat.kernels.weights import block_stack_weights, stack_weights
+from overcoat.kernels.weights import block_stack_weights, padded_blocks, stack_weights
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Modules
 from overcoat.models.linear_layers import Fp8Linear
@@ -39,6 +42,16 @@ class FrozenWeight(GatheredWeight):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> FrozenWeight:
         return FrozenWeight(inner["held"], inner.get("scale"), inner.get("w_amax"), dtype)
+
+    @staticmethod
+    def from_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Optional[FrozenWeight]:
+        """Return a checkpoint's E4M3 codes (N, K) and scales (N / 128, K / 128), of any float type, as a weight of
+        `dtype`; None if they are no such codes, or N is no multiple of 128."""
+        is_e4m3 = codes.dtype == E4M3.dtype and codes.dim() == 2 and codes.shape[0] % BLOCK == 0
+        if not is_e4m3 or tuple(scale.shape) != (blocks(codes.shape[0]), blocks(codes.shape[1])):
+            return None
+        padding = padded_blocks(codes.shape[1]) - scale.shape[1]
+        return FrozenWeight(codes.contiguous(), F.pad(scale.float(), (0, padding)).contiguous(), None, dtype)
 
     @property
     def scaling(self) -> str:
@@ -88,7 +101,7 @@ def check_scaling(model: nn.Module, recipe: Recipe) -> None:
     """Raise ValueError if frozen weights are held with other scales than the recipe's: made of their codes, these would
     be of less precision."""
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight: Any = module._parameters.get("weight")
         if isinstance(weight, FrozenWeight) and recipe.fp8 and weight.scaling != recipe.linear_scaling:
             raise ValueError(
                 f"{name}.weight is held in FP8 with scales for linear_scaling={weight.scaling!r}: load the model "
@@ -114,34 +127,39 @@ def hold_frozen(model: nn.Module, recipe: Recipe) -> list[str]:
     if not recipe.fp8 or recipe.frozen_weights == "bf16":
         release_frozen(model)
         return []
-    held, reasons = list[FrozenWeight](), dict[str, int]()
-    for stack, reason in _stacks(model, recipe):
+    held, reasons, stacks = list[FrozenWeight](), dict[str, int](), _stacks(model, recipe)
+    for stack, reason in stacks:
         weights = _weights(stack)
         frozen = sum(not weight.requires_grad for weight in weights)
         if frozen < len(weights):
             reason = "other weights of their stack train"
         if reason is None:
-            if not all(isinstance(weight, FrozenWeight) for weight in weights):
-                _hold(stack, recipe)
+            _hold(stack, recipe)
             held += _weights(stack)
         elif frozen:
             reasons[reason] = reasons.get(reason, 0) + frozen
+    read = {id(weight) for stack, _ in stacks for weight in _weights(stack)}
+    if unread := sum(id(weight) not in read for weight in _found(model)):
+        reasons["no FP8 GEMM of a converted layer reads them"] = unread
     if not held:
         unfrozen = "none is frozen: add adapters (peft), or requires_grad_(False), before overcoat.convert"
         why = "; ".join(reasons) or unfrozen
         raise ValueError(f"Recipe.frozen_weights = 'fp8': no weight of a converted layer can be held in FP8: {why}")
+    release_frozen(model, held)
     size = sum(weight.numel() for weight in held) / 2**30
     lines = [f"{len(held)} frozen weights held in FP8, {size:.2f} GiB"]
     return lines + [f"{count} frozen weights stay in 16 bits: {reason}" for reason, count in reasons.items()]
 
 
-def release_frozen(model: nn.Module) -> None:
-    """Hold all frozen weights in their own dtype again, decoded."""
+def release_frozen(model: nn.Module, held: Sequence[FrozenWeight] = ()) -> None:
+    """Hold all frozen weights but `held` in their own dtype again, decoded."""
+    kept = set(map(id, held))
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if isinstance(weight, FrozenWeight):
-            module._parameters["weight"] = nn.Parameter(weight.decoded(), requires_grad=False)
-            vars(module).pop("overcoat_handle").remove()
+        if isinstance(weight, FrozenWeight) and id(weight) not in kept:
+            module._parameters["weight"] = nn.Parameter(weight.decoded(), requires_grad=weight.requires_grad)
+            if (handle := vars(module).pop("overcoat_handle", None)) is not None:
+                handle.remove()
 
 
 def _stacks(model: nn.Module, recipe: Recipe) -> list[tuple[list[nn.Module], Optional[str]]]:
@@ -156,6 +174,12 @@ def _stacks(model: nn.Module, recipe: Recipe) -> list[tuple[list[nn.Module], Opt
         elif isinstance(module, Fp8Linear) and module.overcoat_recipe is not None:
             found.append(([module], _why_not([module], None, recipe)))
     return found
+
+
+def _found(model: nn.Module) -> Iterator[FrozenWeight]:
+    for module in model.modules():
+        if isinstance(weight := module._parameters.get("weight"), FrozenWeight):
+            yield weight
 
 
 def _weights(stack: list[nn.Module]) -> list[Any]:
@@ -180,15 +204,17 @@ def _why_not(stack: list[nn.Module], branch: Optional[Modules], recipe: Recipe) 
 
 @torch.no_grad()
 def _hold(stack: list[nn.Module], recipe: Recipe) -> None:
-    """Replace the weights of a stack by their codes, one after the other."""
+    """Replace the weights of a stack by their codes, one after the other, unless they are codes."""
     weights = [weight.detach() for weight in _weights(stack)]
-    top = None
-    if recipe.linear_scaling == "tensor":
-        top = torch.stack([amax(weight) for weight in weights]).amax()
-    for base, weight in zip(stack, weights, strict=True):
-        codes, scale = block_stack_weights([weight], False) if top is None else stack_weights([weight], top, False)
-        base._parameters["weight"] = _made(codes, scale, top, weight.dtype)
-        vars(base)["overcoat_handle"] = base.register_state_dict_post_hook(_decode_state)
+    in_codes, top = [isinstance(weight, FrozenWeight) for weight in weights], None
+    if recipe.linear_scaling == "tensor" and not all(in_codes):
+        top, in_codes = torch.stack([amax(weight) for weight in weights]).amax(), [False] * len(weights)
+    for base, weight, is_done in zip(stack, weights, in_codes, strict=True):
+        if not is_done:
+            codes, scale = block_stack_weights([weight], False) if top is None else stack_weights([weight], top, False)
+            base._parameters["weight"] = _made(codes, scale, top, weight.dtype)
+        if "overcoat_handle" not in vars(base):
+            vars(base)["overcoat_handle"] = base.register_state_dict_post_hook(_decode_state)
 
 
 def _decode_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -26,7 +26,7 @@ from overcoat.train.config import ADAPTERS, Config, ModelConfig, OptimizerConfig
 from overcoat.train.data import IGNORED, Batch
 from overcoat.train.files import RECORD
 from overcoat.train.process import choose_device, gather, is_first, memory_of, share
-from overcoat.train.quantized import COMPANIONS, check_quantized, loading_options
+from overcoat.train.quantized import COMPANIONS, check_quantized, has_frozen_codes, loading_options
 from overcoat.train.routing import Routing
 from overcoat.train.vocabulary import embedding_of, resize, rows_of
 
@@ -57,7 +57,7 @@ def check_config(config: Config) -> None:
         name = base_name(config)
         check_is_model(name)
         kind = load_pretrained("AutoConfig", "model.name =", name, config.model.trust_remote_code)
-        check_quantized(kind, name, config.model.dequantize)
+        check_quantized(kind, name, config.model.dequantize, keeps_codes(config))
     else:
         check_builds(config.model, CPU if config.train.stream else device, make_recipe(config.recipe))
 
@@ -74,7 +74,10 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     settings = model_settings(config.model)
     if config.model.name:
         named = config.model
-        model = load_model(base_name(config), device, settings, named.trust_remote_code, dequantize=named.dequantize)
+        model = load_model(
+            base_name(config), device, settings, named.trust_remote_code, "model.name =", named.dequantize,
+            keeps_codes(config),
+        )  # fmt: skip
         new = config.tokenizer.add_tokens if tokenizer is not None else []
         if tokenizer is not None:
             resize(model, tokenizer, len(new) + num_trained_rows(config), config.train.seed)
@@ -101,6 +104,13 @@ def check_is_model(name: str, what: str = "model.name =") -> None:
     for file, why in NOT_MODELS.items():
         is_model = file == "config.toml" and (folder / "config.json").is_file()  # with a file of the user's
         require(is_model or not (folder / file).is_file(), f"{what} {name!r} {why}")
+
+
+def keeps_codes(config: Config) -> bool:
+    """True if FP8 codes of the model to load, where it has such, stay what they are, as frozen weights."""
+    recipe, merges = make_recipe(config.recipe), config.model.holds_adapters and config.lora.merge_start
+    is_held = recipe.fp8 and recipe.frozen_weights == "fp8" and recipe.linear_scaling == "block"
+    return is_held and not config.model.dequantize and not merges
 
 
 def start_of(config: Config) -> str:
@@ -168,13 +178,20 @@ def load_model(
     trust_remote_code: bool = False,
     what: str = "model.name =",
     dequantize: bool = False,
+    keep_codes: bool = False,
 ) -> Any:
     """Return the causal model of a checkpoint folder or name on `device`. Tensors are mapped, converted and moved one
-    by one. dequantize: its weights are quantized. ValueError: weights are missing or have another shape."""
+    by one. ValueError: weights are missing or have another shape.
+
+    dequantize: its weights are quantized, and become plain. keep_codes: but for FP8 codes that can be frozen weights;
+        of weights that are quantized so, if they are quantized at all.
+    """
     check_is_model(name, what)
     options = {"device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
     kind = load_pretrained("AutoConfig", what, name, trust_remote_code)
-    auto, options = auto_class(type(kind)), options | (loading_options(kind, name) if dequantize else {})
+    dequantize = dequantize or (keep_codes and has_frozen_codes(kind, name))
+    auto = auto_class(type(kind))
+    options |= loading_options(kind, name, keep_codes) if dequantize else {}
     model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **options)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]

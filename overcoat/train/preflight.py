@@ -10,7 +10,7 @@ import torch
 import overcoat
 from overcoat.extras import load_pretrained
 from overcoat.train.adapters import base_name
-from overcoat.train.build import auto_class, check_tables, make_recipe, model_settings
+from overcoat.train.build import auto_class, check_tables, keeps_codes, make_recipe, model_settings
 from overcoat.train.config import Config
 from overcoat.train.quantized import check_quantized
 
@@ -28,7 +28,7 @@ def check_named_model(config: Config) -> None:
 def trial_model(config: Config, kind: Any) -> Any:
     """Return the converted model of a transformers configuration on the meta device. ValueError: quantized weights,
     values that make no model, or no layer that the recipe can train in FP8."""
-    check_quantized(kind, base_name(config), config.model.dequantize)
+    check_quantized(kind, base_name(config), config.model.dequantize, keeps_codes(config))
     with torch.device("meta"):
         model = auto_class(type(kind)).from_config(kind, **model_settings(config.model))
     overcoat.convert(model, make_recipe(config.recipe), strict=True)

@@ -9,6 +9,10 @@ transformers maps the files and makes one tensor after the other, in `model.dtyp
 own dequantization of FP8 divides a weight evenly by the number of its scales, but blocks of 128 x 128 are cut at a
 weight's end: of 576 rows (DeepSeek-V3) it refuses five scales, and of 192 it would make two blocks of 96. So FP8 is
 dequantized here, as a quantization method of its own, with blocks of the size that config.json says.
+
+Where the base of adapters is held in FP8 with block scales (`keeps_codes`), E4M3 codes in blocks of 128 x 128 of linear
+layers become frozen weights as they are (models/frozen.py), without a BF16 copy. All else is dequantized, as ever:
+experts, what transformers merges or splits, rows that are no multiple of 128.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ import torch
 from torch import Tensor
 
 from overcoat.extras import GGUF, load_extra
+from overcoat.kernels.blockwise import BLOCK
+from overcoat.models.fp8_weights import linear_weights
+from overcoat.models.frozen import FrozenWeight
 from overcoat.train.config import require
 
 METHODS = ("fp8", "mxfp8", "compressed-tensors", "mxfp4", "gguf")  # that can be dequantized
@@ -27,6 +34,7 @@ EXACT = "overcoat_fp8"  # the name of ours among transformers' quantization meth
 # Ends of tensors that belong to codes: loaded without them, codes would be taken for weights.
 COMPANIONS = ("weight_scale", "_scale_inv", "_scales", "_packed", "weight.absmax", ".qweight")
 REMEDY = "name the checkpoint that it was made from"
+KEEP = "adapters train on its codes with recipe.frozen_weights = 'fp8' and recipe.linear_scaling = 'block'"
 
 
 def method_of(kind: Any, name: str) -> str:
@@ -35,19 +43,20 @@ def method_of(kind: Any, name: str) -> str:
     return str(getattr(found.get("quant_method"), "value", found.get("quant_method", "unknown"))) if found else ""
 
 
-def check_quantized(kind: Any, name: str, dequantize: bool) -> None:
+def check_quantized(kind: Any, name: str, dequantize: bool, keep_codes: bool = False) -> None:
     """Refuse quantized weights that are not, or cannot be, dequantized: neither they nor adapters on them are trained.
 
-    kind: the transformers configuration. dequantize: model.dequantize.
+    kind: the transformers configuration. dequantize: model.dequantize. keep_codes: FP8 codes are held as they are.
     """
     method, what = method_of(kind, name), f"model.name = {name!r}"
     if not method:
         require(not dequantize, f"model.dequantize = true: {name!r} has plain weights; leave it out")
         return
-    can = is_known(kind, name)
+    can, has_codes = is_known(kind, name), has_frozen_codes(kind, name)
     what += f" has quantized weights ({method:.40}), which are not trained, nor adapters on them"
     require(can or not dequantize, f"{what}, and which model.dequantize cannot make plain: {REMEDY}")
-    require(dequantize, f"{what}: {f'set model.dequantize = true, or {REMEDY}' if can else REMEDY}")
+    remedy = f"set model.dequantize = true, or {REMEDY}" if can else REMEDY
+    require(dequantize or (keep_codes and has_codes), f"{what}: {remedy}{f'; {KEEP}' if has_codes else ''}")
 
 
 def is_known(kind: Any, name: str) -> bool:
@@ -56,21 +65,36 @@ def is_known(kind: Any, name: str) -> bool:
     return method in METHODS and (method != "compressed-tensors" or _are_fp8(_about(kind)))
 
 
-def loading_options(kind: Any, name: str) -> dict[str, Any]:
-    """Return the options of `from_pretrained` that dequantize the weights of a checkpoint; `kind` is changed."""
+def has_frozen_codes(kind: Any, name: str) -> bool:
+    """True for FP8 weights in blocks of 128 x 128, which can be frozen as the codes that they are."""
+    method = method_of(kind, name)
+    return method in ("fp8", "compressed-tensors") and is_known(kind, name) and _blocks(kind, method) == [BLOCK, BLOCK]
+
+
+def loading_options(kind: Any, name: str, keep_codes: bool = False) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that dequantize the weights of a checkpoint; `kind` is changed.
+
+    keep_codes: linear layers with FP8 codes in blocks of 128 x 128 have a `FrozenWeight` instead.
+    """
     transformers, method = load_extra("transformers", "hf", "model.dequantize"), method_of(kind, name)
     if method == "mxfp4":
         return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     if method == "gguf":
         return {"quantization_config": transformers.GgufConfig(dequantize=True)}
     _register()
+    about = {"quant_method": EXACT, "weight_block_size": _blocks(kind, method), "dequantize": True}
+    kind.quantization_config = {**about, "keep_codes": keep_codes and has_frozen_codes(kind, name)}
+    return {"config": kind}
+
+
+def _blocks(kind: Any, method: str) -> list[int] | None:
+    """Return the sides of the blocks that share a scale, None for scales of rows or weights."""
     found = _about(kind)
     blocks = found.get("weight_block_size", (1, 32) if method == "mxfp8" else None)
     if method == "compressed-tensors":
         structures = [group["weights"].get("block_structure") for group in found["config_groups"].values()]
         blocks = next(filter(None, structures), None)
-    kind.quantization_config = {"quant_method": EXACT, "weight_block_size": blocks, "dequantize": True}
-    return {"config": kind}
+    return None if blocks is None else [*blocks]
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
@@ -110,6 +134,11 @@ def _are_fp8(about: dict[str, Any]) -> bool:
     return is_dense and is_fp8 and all(of.get("strategy") in ("tensor", "channel", "block") for of in groups)
 
 
+def of_powers(scales: Tensor) -> Tensor:
+    """Return scales that are stored as exponents of two in bytes (E8M0) as what they stand for, others as they are."""
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales
+
+
 @functools.cache
 def _register() -> None:
     """Make EXACT a quantization method of transformers, once."""
@@ -121,7 +150,9 @@ def _register() -> None:
 
     @auto.register_quantization_config(EXACT)
     class ExactConfig(transformers.FineGrainedFP8Config):  # type: ignore[name-defined]
-        pass
+        def __init__(self, keep_codes: bool = False, **options: Any) -> None:
+            super().__init__(**options)
+            self.keep_codes = keep_codes
 
     class ExactDequantize(fp8.Fp8Dequantize):  # type: ignore[name-defined]
         def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -131,11 +162,17 @@ def _register() -> None:
                 require(
                     is_scale or first.itemsize > 1, f"{options.get('full_layer_name', key)} has codes and no scales"
                 )
+            name = str(options.get("full_layer_name"))
+            if name in self.hf_quantizer.frozen and "weight_scale_inv" in input_dict:
+                codes, scales = (input_dict[key][0] for key in ("weight", "weight_scale_inv"))
+                dtype = self._get_target_dtype(options["model"], name)
+                weight = FrozenWeight.from_blocks(codes, of_powers(scales), dtype)
+                if weight is not None:
+                    return {name: weight}
             return super().convert(input_dict, **options)
 
         def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: Any = None) -> Tensor:
-            if scales.dtype == torch.uint8:  # powers of two (E8M0)
-                scales = (scales.float() - 127).exp2()
+            scales = of_powers(scales)
             block = self.hf_quantizer.quantization_config.weight_block_size
             if quantized.dtype == torch.int8:  # experts of DeepSeek-V4: pairs of E2M1
                 quantized, block = self._unpack_fp4(quantized), (1, 32)
@@ -143,6 +180,10 @@ def _register() -> None:
 
     @auto.register_quantizer(EXACT)
     class ExactQuantizer(quantizer.FineGrainedFP8HfQuantizer):  # type: ignore[name-defined]
+        def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+            super()._process_model_before_weight_loading(model, **options)
+            self.frozen = linear_weights(model) if self.quantization_config.keep_codes else set()
+
         def get_load_operations(self) -> dict[str, Any]:
             return {"dequantize": ExactDequantize}
 

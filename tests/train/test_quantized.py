@@ -15,6 +15,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import (
     FineGrainedFP8Config,
     GptOssConfig,
@@ -23,6 +25,8 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -32,7 +36,8 @@ from transformers.utils.quantization_config import QuantizationMethod
 import overcoat
 from overcoat import cli
 from overcoat.extras import load_pretrained
-from overcoat.train.build import load_model
+from overcoat.models.frozen import FrozenWeight
+from overcoat.train.build import build_model, check_config, load_model, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.quantized import check_quantized, dequantize_blocks
@@ -326,3 +331,111 @@ def test_converting_codes_says_that_nothing_trains() -> None:
     replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config(), modules_to_not_convert=["lm_head"])
     with pytest.raises(ValueError, match=r"no decoder layer trains in FP8: .*torch\.float8_e4m3fn.*dequantized"):
         overcoat.convert(model, strict=True)
+
+
+# ---- codes as the frozen base of adapters --------------------------------------------------------------------------
+
+FROZEN = ("recipe.frozen_weights=fp8", "recipe.linear_scaling=block", "lora.rank=4")
+WHOLE = (LlamaForCausalLM, LlamaConfig(**{**SHAPE, "hidden_size": 256, "intermediate_size": 384}))
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+FUSED = (Phi3ForCausalLM, Phi3Config(**{**SHAPE, "hidden_size": 256, "intermediate_size": 384}, pad_token_id=0))
+
+
+def even(name: str, weight: Tensor) -> Quantized:
+    """Scales of powers of two, largest codes of 448: quantized again, the weights have the same codes and scales."""
+    tensors, values = fp8(name, weight, (128, 128), power=True)
+    tensors[name][::128, ::128] = 448.0
+    return tensors, values
+
+
+def held(model: Any) -> dict[str, FrozenWeight]:
+    return {name: each for name, each in model.named_parameters() if isinstance(each, FrozenWeight)}
+
+
+class LargestInBF16(TorchDispatchMode):
+    """Counts the elements of the largest BF16 tensor that any op returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_flatten(result)[0]:
+            if type(each) is Tensor and each.dtype == torch.bfloat16 and not each.is_meta:
+                self.size = max(self.size, each.numel())
+        return result
+
+
+@pytest.mark.parametrize(("made", "quantize"), [(WHOLE, blocks), (WHOLE, even), (FUSED, blocks)])
+def test_codes_are_taken_as_they_are(
+    made: tuple[Any, Any], quantize: Callable[..., Quantized], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = save(tmp_path, made, quantize, FP8)
+    stored = load_file(tmp_path / "model.safetensors")
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # ops in threads are not seen
+    with LargestInBF16() as largest:
+        model = load_model(str(tmp_path), CPU, SETTINGS, keep_codes=True)
+    found = held(model)
+    assert found.keys() == {name for name in expected if name.endswith("proj.weight")}
+    for name, weight in found.items():
+        assert torch.equal(weight.held.view(torch.uint8), stored[name].view(torch.uint8))
+        if quantize is blocks:
+            assert torch.equal(weight.decoded(), expected[name])
+    # No weight was ever in BF16 but those that are: the embedding is the largest.
+    assert largest.size <= 320 * 256 < max(weight.numel() for weight in found.values())
+    plain = {name: each for name, each in model.named_parameters() if name not in found}
+    assert all(torch.equal(each, expected[name]) for name, each in plain.items() if quantize is blocks)
+
+
+def test_a_run_on_codes_is_one_on_the_same_codes_made_anew(
+    started: Callable[..., Config], console: Console, tmp_path: Path
+) -> None:
+    save(tmp_path / "quantized", WHOLE, even, FP8)
+    for way in ("codes", "weights"):
+        words = [*FROZEN, f"train.run_dir={tmp_path}/run-{way}", *["model.dequantize=true"] * (way == "weights")]
+        run_once(started("quantized", *words), console, way)
+    assert losses(tmp_path / "run-codes") == losses(tmp_path / "run-weights")
+    assert text_of(console).count("14 frozen weights held in FP8") == 2
+
+
+@pytest.mark.parametrize(
+    ("made", "held", "why"),
+    [
+        (LLAMA, 0, "no weight of a converted layer can be held"),  # 192 rows
+        (QWEN, 0, "no weight of a converted layer can be held"),
+        ((WHOLE[0], LlamaConfig(**{**WHOLE[1].to_dict(), "attention_dropout": 0.1})), 10, "no FP8 GEMM"),  # k, v
+        ((WHOLE[0], LlamaConfig(**{**WHOLE[1].to_dict(), "intermediate_size": 320})), 10, "no multiple of 128"),
+        ((FUSED[0], Phi3Config(**{**FUSED[1].to_dict(), "rope_parameters": HALF})), 6, "another order"),
+    ],
+)
+def test_what_cannot_stay_codes_is_dequantized_and_named(
+    made: tuple[Any, Any], held: int, why: str, started: Callable[..., Config], tmp_path: Path
+) -> None:
+    save(tmp_path / "quantized", made, blocks, FP8)
+    config = started("quantized", *FROZEN)
+    model = build_model(config, None)
+    if not held:
+        with pytest.raises(ValueError, match=why):
+            overcoat.convert(model, make_recipe(config.recipe))
+        return
+    report = overcoat.convert(model, make_recipe(config.recipe))
+    assert report.weights[0].startswith(f"{held} frozen weights held in FP8")
+    assert why in " ".join(report.weights[1:])
+    assert sum(isinstance(each, FrozenWeight) for each in model.parameters()) == held
+    assert {each.dtype for each in model.state_dict().values()} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("recipe.frozen_weights=fp8", "lora.rank=4"),  # one scale for a stack
+        ("lora.rank=4", "recipe.linear_scaling=block"),
+        (),
+    ],
+)
+def test_codes_without_what_reads_them_are_refused(
+    words: tuple[str, ...], started: Callable[..., Config], tmp_path: Path
+) -> None:
+    save(tmp_path / "quantized", WHOLE, blocks, FP8)
+    with pytest.raises(ValueError, match=r"model\.dequantize = true.*frozen_weights = 'fp8'.*linear_scaling = 'block'"):
+        check_config(started("quantized", *words))
+    check_config(started("quantized", *FROZEN))
