@@ -30,6 +30,8 @@ from overcoat.block.linear import (
     OutputSaved,
     adapters_backward_,
     add_adapters_,
+    before_factors,
+    has_factors,
     linear_backward,
     linear_forward,
     quantize_blocks_of,
@@ -400,9 +402,10 @@ class Attention(NamedTuple):
     ) -> Tensor:
         """Return the output layer's result, plus the residual if given, and append to `saved`."""
         h, h_amax = inside
-        y, entry = linear_forward(h, branch.out_proj, h.dtype, recipe, h_amax, cached.out_proj, residual)
+        early, after = (None, residual) if has_factors(branch.out_proj) else (residual, None)
+        y, entry = linear_forward(h, branch.out_proj, h.dtype, recipe, h_amax, cached.out_proj, early)
         if branch.out_proj.adapters:
-            add_adapters_(y, branch.out_proj, Input(h))
+            add_adapters_(y, branch.out_proj, Input(h), after)
         saved.append(entry)
         return y
 
@@ -431,12 +434,16 @@ class Attention(NamedTuple):
         decoded, clipped = attention_decode(entry, rotary, heads, recipe, dy.dtype), entry.clipped
         del entry
         h = decoded.o if g is None else gate(decoded.o, g)[0]
+        dfactors: list[Optional[Tensor]] = []
+        if has_factors(branch.out_proj):
+            dy_amax = None
+            dy, dfactors = before_factors(dy, branch.out_proj, Input(h), scales.w_amax, recipe)
         x_t = rebuild_input_t(h, scales.x_scale) if out_proj_needs_grad else None
         out_proj = linear_backward(dy, x_t, branch.out_proj, scales.w_amax, recipe, dy_amax)
         del x_t
         do, dg = out_proj.dx, None
         assert do is not None
-        adapters = adapters_backward_(dy, do, branch.out_proj, Input(h)) if branch.out_proj.adapters else ()
+        adapters = adapters_backward_(dy, do, branch.out_proj, Input(h), dfactors) if branch.out_proj.adapters else ()
         d_out_proj = Linear(out_proj.dweights, out_proj.dbiases, adapters=adapters)
         del h, out_proj
         if g is not None:

@@ -28,6 +28,10 @@ stacked: the As as rows, the Bs block-diagonal, times the scaling. With the laye
 
 With dropout each adapter reads its own dropout(x), whose elements the backward finds again by a seed.
 
+DoRA (arXiv 2402.09353) multiplies each row of a layer's result v = x W^T + h B^T by f = magnitude / norm of the row of
+W + scaling B A, which is a constant for the gradient (section 4.3): y = f v + bias. The norms are found outside
+(models/lora.py). df = sum over the tokens of dy v takes one GEMM more, to recompute v; dy f goes on in dy's place.
+
 They save nothing: the backward takes x from the codes saved for the norm or the mixer, and recomputes h, a GEMM of R
 columns. dy stays in 16 bits: its rounding to FP8 would be the largest error of dA and dB.
 
@@ -37,6 +41,7 @@ Legend: T tokens, K in, N out of all stacked layers, R rank of all adapters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -414,6 +419,8 @@ def split_gradients(
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Optional[Tensor], ...]]:
     """Return the gradients of each weight and bias, from dweight (sum N, K) and sums (sum N,) of the stack."""
     weights, biases, orders, *_ = linear
+    if sums is not None and has_factors(linear):
+        sums = sums / _factors(linear)  # which biases are added behind
     if len(weights) == 1 and not orders:
         return (dweight,), (None if sums is None or biases[0] is None else sums.to(biases[0].dtype),)
     orders = orders or (None,) * len(weights)
@@ -511,10 +518,46 @@ def stack_adapters(linear: Linear, dtype: torch.dtype) -> Stacked:
     return Stacked(a, b)
 
 
-def add_adapters_(y: Tensor, linear: Linear, inputs: Input) -> Tensor:
-    """Add the adapters' result h B^T to y (T, N) in place."""
+def add_adapters_(y: Tensor, linear: Linear, inputs: Input, residual: Optional[Tensor] = None) -> Tensor:
+    """Add the adapters' result h B^T to y (T, N) in place, multiply by DoRA's factors, and add a residual."""
     a, b = stack_adapters(linear, y.dtype)
-    return y.addmm_(_down(a, linear, inputs, y.dtype), b.t())
+    y.addmm_(_down(a, linear, inputs, y.dtype), b.t())
+    if has_factors(linear):
+        bias, factors = stack_biases(linear), _factors(linear)
+        y.mul_(factors) if bias is None else y.sub_(bias).mul_(factors).add_(bias)
+    return y if residual is None else y.add_(residual)
+
+
+def has_factors(linear: Linear) -> bool:
+    """True if an adapter is DoRA's."""
+    return any(adapter.factor is not None for adapter in linear.adapters)
+
+
+def _factors(linear: Linear) -> Tensor:
+    """Return DoRA's factors (N,) FP32 in the operand's order, 1 for layers without."""
+    factors = linear.adapters[0].a.new_ones(sum(_sizes(linear)), dtype=torch.float32)
+    for adapter, rows, _ in _places(linear):
+        if (own := adapter.factor) is not None:
+            order = _order(linear, adapter)
+            factors[rows] = (own if order is None else order.take(own)).float()
+    return factors
+
+
+def before_factors(
+    dy: Tensor, linear: Linear, inputs: Input, w_amax: Optional[Tensor], recipe: Recipe
+) -> tuple[Tensor, list[Optional[Tensor]]]:
+    """Return the gradient of v (T, N), what DoRA's factors multiply, and of each adapter's factors, from dy (T, N)."""
+    without = linear._replace(biases=(None,) * len(linear.weights), operand=None)
+    v, _ = linear_forward(_whole(inputs), without, dy.dtype, recipe, w_amax=w_amax)
+    a, b = stack_adapters(linear, dy.dtype)
+    v.addmm_(_down(a, linear, inputs, dy.dtype), b.t())
+    summed = v.mul_(dy).sum(0, dtype=torch.float32)
+    found: list[Optional[Tensor]] = []
+    for adapter, rows, _ in _places(linear):
+        own, order = summed[rows], _order(linear, adapter)
+        own = own if order is None else order.put_back(own)
+        found.append(None if adapter.factor is None else own.to(adapter.factor.dtype))
+    return (dy * _factors(linear)).to(dy.dtype), found
 
 
 def _down(a: Tensor, linear: Linear, inputs: Input, dtype: torch.dtype) -> Tensor:
@@ -529,11 +572,13 @@ def _down(a: Tensor, linear: Linear, inputs: Input, dtype: torch.dtype) -> Tenso
     return (h if shift is None else h + torch.mv(a.float(), shift.float())).to(dtype)
 
 
-def adapters_backward_(dy: Tensor, dx: Tensor, linear: Linear, inputs: Input) -> tuple[Adapter, ...]:
-    """Add the adapters' part to dx (T, K) in place, and return their gradients, from dy (T, N)."""
+def adapters_backward_(
+    dy: Tensor, dx: Tensor, linear: Linear, inputs: Input, dfactors: Sequence[Optional[Tensor]] = ()
+) -> tuple[Adapter, ...]:
+    """Add the adapters' part to dx (T, K) in place, and return their gradients, from dy (T, N), with `dfactors`."""
     stacked = stack_adapters(linear, dy.dtype)
     g = add_input_gradient_(dy, dx, linear, stacked)
-    return adapter_gradients(dy, g, linear, stacked, inputs)
+    return adapter_gradients(dy, g, linear, stacked, inputs, dfactors)
 
 
 def add_input_gradient_(dy: Tensor, dx: Tensor, linear: Linear, stacked: Stacked) -> Tensor:
@@ -547,8 +592,15 @@ def add_input_gradient_(dy: Tensor, dx: Tensor, linear: Linear, stacked: Stacked
     return g
 
 
-def adapter_gradients(dy: Tensor, g: Tensor, linear: Linear, stacked: Stacked, inputs: Input) -> tuple[Adapter, ...]:
-    """Return dA and dB of each adapter, from dy (T, N) and g (T, R)."""
+def adapter_gradients(
+    dy: Tensor,
+    g: Tensor,
+    linear: Linear,
+    stacked: Stacked,
+    inputs: Input,
+    dfactors: Sequence[Optional[Tensor]] = (),
+) -> tuple[Adapter, ...]:
+    """Return dA and dB of each adapter, from dy (T, N) and g (T, R), with `dfactors`."""
     x, scale, shift = inputs
     if has_dropout(linear):
         x = _whole(inputs)
@@ -561,10 +613,11 @@ def adapter_gradients(dy: Tensor, g: Tensor, linear: Linear, stacked: Stacked, i
             da = da + torch.outer(g.sum(0, dtype=torch.float32), shift.float())
     db = torch.mm(dy.t(), _down(stacked.a, linear, inputs, dy.dtype))
     gradients = []
-    for adapter, rows, columns in _places(linear):
+    for (adapter, rows, columns), factor in zip_longest(_places(linear), dfactors):
         own, order = db[rows, columns] * (adapter.scaling * linear.scale), _order(linear, adapter)
         own = own if order is None else order.put_back(own)
-        gradients.append(Adapter(da[columns].to(adapter.a.dtype), own.to(adapter.b.dtype), adapter.scaling))
+        da_own = da[columns].to(adapter.a.dtype)
+        gradients.append(Adapter(da_own, own.to(adapter.b.dtype), adapter.scaling, factor=factor))
     return tuple(gradients)
 
 

@@ -19,7 +19,9 @@ from overcoat.block.linear import (
     adapter_gradients,
     add_adapters_,
     add_input_gradient_,
+    before_factors,
     dgrad,
+    has_factors,
     linear_block_gemm,
     linear_gemm,
     quantize_blocks_of,
@@ -85,18 +87,19 @@ class Mlp(NamedTuple):
     ) -> Tensor:
         """Return h W^T + bias + residual (T, N) and append to `saved`; z includes the first projection's bias."""
         out_proj = branch.out_proj
+        early, after = (None, residual) if has_factors(out_proj) else (residual, None)
         how = (self.activation, self.gated, recipe.kept_format, recipe.group_size)
         if recipe.linear_scaling == "block":
             h8, h_scale, codes, group_amax = activation_block_quantize(z, *how)
-            y = linear_block_gemm(Quantized(h8, h_scale), out_proj, z.dtype, residual)
+            y = linear_block_gemm(Quantized(h8, h_scale), out_proj, z.dtype, early)
             entry = MlpSaved(codes, group_amax, None, None)
         else:
             codes, group_amax, h_amax = activation_encode(z, *how)
             h8, h_scale = activation_quantize(z, h_amax, self.activation, self.gated)
-            y, w_amax = linear_gemm(h8, h_scale, out_proj, z.dtype, None, residual)
+            y, w_amax = linear_gemm(h8, h_scale, out_proj, z.dtype, None, early)
             entry = MlpSaved(codes, group_amax, h_scale, w_amax)
         if out_proj.adapters:
-            add_adapters_(y, out_proj, self._decoded(entry, recipe, z.dtype))
+            add_adapters_(y, out_proj, self._decoded(entry, recipe, z.dtype), after)
         saved.append(entry)
         return y
 
@@ -122,6 +125,11 @@ class Mlp(NamedTuple):
         """Return the gradients of z and of the output layer; pop one entry of `saved`."""
         entry, out_proj = saved.pop(), branch.out_proj
         assert entry.group_amax.shape[1] == 1 + self.gated
+        dfactors: list[Optional[Tensor]] = []
+        if has_factors(out_proj):
+            inputs, dy_amax = self._decoded(entry, recipe, dy.dtype), None
+            dy, dfactors = before_factors(dy, out_proj, inputs, entry.w_amax, recipe)
+            del inputs
         d = quantize_gradient(dy, out_proj, recipe, dy_amax, out_proj_needs_grad)
         dh = dgrad(d, out_proj, entry.w_amax)
         d = d._replace(data=None)
@@ -133,7 +141,9 @@ class Mlp(NamedTuple):
         dweight = wgrad(d, h_t, out_proj.weights[0].dtype) if out_proj_needs_grad else None
         adapters: tuple[Adapter, ...] = ()
         if out_proj.adapters:
-            adapters = adapter_gradients(dy, g, out_proj, stacked, self._decoded(entry, recipe, dy.dtype))
+            inputs = self._decoded(entry, recipe, dy.dtype)
+            adapters = adapter_gradients(dy, g, out_proj, stacked, inputs, dfactors)
+            del inputs
         del entry, h_t
         return (
             quantize_blocks_of(dz, branch.in_proj, recipe),

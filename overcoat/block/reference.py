@@ -62,21 +62,24 @@ def norm(x: Tensor, spec: Optional[Norm]) -> Tensor:
 
 
 def linear(x: Tensor, spec: Linear) -> Tensor:
-    """Return x (T, K) times the stacked weights, scale * (x W^T + bias) (T, sum of N), and the adapters' additions."""
+    """Return x (T, K) times the stacked weights, scale * (x W^T + bias) (T, sum of N), with adapters
+    scale * (factor (x W^T + scaling x A^T B^T) + bias)."""
     parts = []
     for place, (weight, bias) in enumerate(zip(spec.weights, spec.biases, strict=True)):
         order = spec.orders[place] if spec.orders else None
         if order is not None:  # rows in the block's order
             weight, bias = order.take(weight), None if bias is None else order.take(bias)
-        y = x @ weight.to(x.dtype).t() + (0.0 if bias is None else bias.to(x.dtype))  # (T, N)
+        y = x @ weight.to(x.dtype).t()  # (T, N)
         for adapter in spec.adapters:
-            a, b, scaling, layer, *_ = adapter
+            a, b, scaling, layer, *_, factor = adapter
             if layer == place:
                 added = (
                     scaling * (dropped(x, adapter) @ a.to(x.dtype).t()) @ b.to(x.dtype).t()
                 )  # (T, N) by way of (T, r)
                 y = y + (added if order is None or order.transposed else order.take(added.t()).t())
-        parts.append(y)
+                if factor is not None:
+                    y = y * (factor if order is None else order.take(factor)).to(x.dtype)
+        parts.append(y + (0.0 if bias is None else bias.to(x.dtype)))
     return torch.cat(parts, -1) * spec.scale
 
 

@@ -26,6 +26,8 @@ from overcoat.block.linear import (
     InputSaved,
     adapters_backward_,
     add_adapters_,
+    before_factors,
+    has_factors,
     kept_input,
     stream_linear_forward,
     with_operands,
@@ -138,12 +140,16 @@ def block_backward(
         )
         del d
         entry, in_proj_needs_grad = saved.pop(), any(needs.in_proj.weights)
+        dfactors: list[Optional[Tensor]] = []
+        if has_factors(branch.in_proj):
+            inputs = kept_input(entry, branch.pre, recipe, dz.dtype)
+            dz, dfactors = before_factors(dz, branch.in_proj, inputs, entry.w_amax, recipe)
         in_proj = in_proj_backward(dz, entry, branch.pre, branch.in_proj, recipe, in_proj_needs_grad)
         assert in_proj.dx is not None
         adapters: tuple[Adapter, ...] = ()
         if branch.in_proj.adapters:
             inputs = kept_input(entry, branch.pre, recipe, in_proj.dx.dtype)
-            adapters = adapters_backward_(dz, in_proj.dx, branch.in_proj, inputs)
+            adapters = adapters_backward_(dz, in_proj.dx, branch.in_proj, inputs, dfactors)
             del inputs
         del dz
         if branch.pre is None:

@@ -112,6 +112,7 @@ class Adapter(NamedTuple):
 
     dropout: the share of its input's elements that are zero, others times 1 / (1 - dropout); seed: says which
     (`dropped` in linear.py).
+    factor: DoRA's magnitudes by norms (N_i,), FP32, which multiply the layer's result without its bias; or None.
     """
 
     a: Any
@@ -120,6 +121,7 @@ class Adapter(NamedTuple):
     layer: int = 0
     dropout: float = 0.0
     seed: int = 0
+    factor: Any = None
 
 
 class Linear(NamedTuple):
@@ -216,17 +218,17 @@ def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
 
 
 def _tensors(linear: Linear) -> tuple[Any, ...]:
-    parts = [part for adapter in linear.adapters for part in adapter[:2]] if linear.adapters else ()
+    parts = [part for each in linear.adapters for part in (each.a, each.b, each.factor)] if linear.adapters else ()
     return (*linear.weights, *linear.biases, *parts)
 
 
 def _linear_at(flat: tuple[Any, ...], start: int, linear: Linear) -> tuple[Linear, int]:
     middle, end = start + len(linear.weights), start + 2 * len(linear.weights)
-    adapters = linear.adapters and tuple(
-        [each._replace(a=flat[end + 2 * i], b=flat[end + 2 * i + 1]) for i, each in enumerate(linear.adapters)]
-    )
-    made = Linear(flat[start:middle], flat[middle:end], linear.orders, linear.scale, adapters)
-    return made, end + 2 * len(adapters)
+    adapters, last = linear.adapters, end + 3 * len(linear.adapters)
+    if adapters:
+        parts = zip(adapters, flat[end:last:3], flat[end + 1 : last : 3], flat[end + 2 : last : 3], strict=True)
+        adapters = tuple([each._replace(a=a, b=b, factor=factor) for each, a, b, factor in parts])
+    return Linear(flat[start:middle], flat[middle:end], linear.orders, linear.scale, adapters), last
 
 
 def without_tensors(block: Block) -> Block:

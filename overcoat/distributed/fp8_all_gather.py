@@ -41,7 +41,7 @@ from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
 from overcoat.models.experts import Fp8Experts
 from overcoat.models.family import Modules
-from overcoat.models.lora import base_of
+from overcoat.models.lora import base_of, has_dora
 
 
 @dataclass
@@ -254,7 +254,8 @@ def fp8_stacks(
     for branch in layer.overcoat_family.branches(layer, 1):
         for linears in (branch.in_proj, (branch.out_proj,)) if branch.mixer is not None else ():
             scaling = layer.overcoat_recipe.linear_scaling
-            yield linears, reason or _why_not(tuple(map(base_of, linears)), branch, scaling, shards_of)
+            dora = "DoRA reads it in 16 bits for the norms of its rows" if any(map(has_dora, linears)) else None
+            yield linears, reason or dora or _why_not(tuple(map(base_of, linears)), branch, scaling, shards_of)
 
 
 def _shards(

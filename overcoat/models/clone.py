@@ -205,8 +205,18 @@ def _adapt(made: nn.Module, layer: nn.Module) -> None:
                 "base_layer": base,
                 "lora_A": nn.ModuleDict({key: nn.Linear(width, rank, False) for key, rank in ranks.items()}),
                 "lora_B": nn.ModuleDict({key: nn.Linear(rank, height, False) for key, rank in ranks.items()}),
+                "lora_magnitude_vector": nn.ModuleDict(
+                    {key: _resized(part, height) for key, part in module.lora_magnitude_vector.items()}
+                ),
             }
             owner._modules[name] = around
+
+
+def _resized(magnitudes: Any, size: int) -> Any:
+    """Return DoRA's module with other many magnitudes."""
+    made = copy.copy(magnitudes)
+    vars(made)["_parameters"] = {"weight": nn.Parameter(torch.ones(size))}
+    return made
 
 
 def _constants(layer: nn.Module) -> Iterator[Any]:

@@ -354,8 +354,9 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     extras = []
     for mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, *_ in family.branches(layer, 1):
         adapters = [active for linear in (*in_proj, out_proj) for active in active_adapters(linear)]
-        for rank, rate in sorted({(active.a.shape[0], active.dropout) for active in adapters}):
-            extras.append(f"LoRA of rank {rank}{f', dropout {rate}' if rate else ''} in the model's dtype")
+        kinds = {("LoRA" if each.factor is None else "DoRA", each.a.shape[0], each.dropout) for each in adapters}
+        for kind, rank, rate in sorted(kinds):
+            extras.append(f"{kind} of rank {rank}{f', dropout {rate}' if rate else ''} in the model's dtype")
         if layer_scale is not None:
             extras.append("LayerScale")
         if family.centered or isinstance(pre or post, nn.LayerNorm):

@@ -1,8 +1,8 @@
 """peft's LoRA inside a layer: which of its linear layers run with the FP8 block, and what their adapters are.
 
 Layers are read by name and attributes, without importing peft. `lora.Linear` around nn.Linear or GPT-2's Conv1D, as it
-is by default, becomes `block.spec.Adapter`; whatever computes something else (DoRA, a quantized base, other tuners) is
-named in the reason why the layer stays as it is.
+is by default or with DoRA, becomes `block.spec.Adapter`; whatever computes something else (a quantized base, other
+tuners) is named in the reason why the layer stays as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overcoat.block.spec import Adapter
 from overcoat.extras import load_extra
@@ -20,7 +20,7 @@ from overcoat.models.family import class_name
 
 ALL = "all-linear"
 CLASS = ("peft.tuners.lora.layer", "Linear")
-NAMES = {"DoraLinearVariant": "DoRA, which divides by a norm of base and adapter together"}
+DORA = ("peft.tuners.lora.variants", "DoraLinearVariant")
 
 
 def add_lora(
@@ -74,6 +74,7 @@ def parts_of(linear: Any) -> Iterator[Any]:
         yield linear.base_layer
         for name in _names(linear):
             yield from (linear.lora_A[name], linear.lora_B[name], linear.lora_dropout[name])
+            yield from _magnitudes(linear, name)
 
 
 def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
@@ -89,9 +90,38 @@ def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
             float(linear.scaling[name]),
             place,
             _rate(linear.lora_dropout[name]),
+            factor=_factor(linear, name),
         )
         for name in _names(linear)
     ]
+
+
+def has_dora(linear: Any) -> bool:
+    """True if the forward of a linear layer adds DoRA, which reads its weight in 16 bits."""
+    return is_lora(linear) and any(_magnitudes(linear, name) for name in _names(linear))
+
+
+def _magnitudes(linear: Any, name: str) -> list[Any]:
+    """Return DoRA's module with the magnitudes of an adapter, or []."""
+    return [] if linear.lora_variant.get(name) is None else [linear.lora_magnitude_vector[name]]
+
+
+def _factor(linear: Any, name: str) -> Optional[Tensor]:
+    """Return DoRA's magnitudes by the norms of the rows of W + scaling B A (N,), or None.
+
+    |w + s b A|^2 = |w|^2 + 2 s (w A^T) b^T + s^2 b (A A^T) b^T for rows w (K,) of W and b (R,) of B: B A is never made.
+    """
+    for magnitude in _magnitudes(linear, name):
+        with torch.no_grad():
+            weight, scaling = linear.base_layer.weight, float(linear.scaling[name])
+            a, b = (part[name].weight.float() for part in (linear.lora_A, linear.lora_B))  # (R, K), (N, R)
+            weight = weight.decoded() if hasattr(weight, "decoded") else weight
+            weight = weight.t() if linear.fan_in_fan_out else weight  # (N, K)
+            squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+            across = 2 * (weight @ a.to(weight.dtype).t()).float() + scaling * (b @ (a @ a.t()))  # (N, R)
+            norms = (squares + scaling * (across * b).sum(1)).sqrt()
+        return magnitude.weight / norms
+    return None
 
 
 def _rate(dropout: Any) -> float:
@@ -114,8 +144,12 @@ def why_not_plain(linear: Any) -> Optional[str]:
         return f"has a weight in {weight.dtype}; only BF16, FP16 and FP32 are supported: load it dequantized"
     for name in _names(linear) if is_lora(linear) else ():
         variant, dropout = linear.lora_variant.get(name), linear.lora_dropout[name]
-        if variant is not None:
-            return f"has {NAMES.get(type(variant).__name__, type(variant).__name__)}"
+        if variant is not None and (type(variant).__module__, type(variant).__name__) != DORA:
+            return f"has {type(variant).__name__}"
+        if variant is not None and len(_names(linear)) > 1:
+            return "has DoRA beside other adapters, whose norms then are not its own"
+        if variant is not None and _rate(dropout):
+            return f"has DoRA with lora_dropout {dropout.p}, which takes a product with the base more: set it to 0"
         if type(dropout) not in (nn.Identity, nn.Dropout):
             return f"has lora_dropout by a {class_name(dropout)}: only nn.Dropout is supported"
         if (rate := _rate(dropout)) >= 1:

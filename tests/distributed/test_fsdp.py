@@ -83,17 +83,17 @@ def test_sharded_gradients_equal_those_of_one_process(
                 torch.testing.assert_close(sharded[name], parameter.grad, rtol=0, atol=0, msg=f"{recipe_name}: {name}")
 
 
-def _adapted(device: str) -> Any:
+def _adapted(device: str, dora: bool) -> Any:
     peft: Any = pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False, use_dora=dora)
     model = peft.get_peft_model(make_model("llama", layers=2).to(device), config, autocast_adapter_dtype=False)
     overcoat.convert(model)
     return model.train()
 
 
-def _save_adapters(rank: int, device: str, folder: str) -> None:
-    model = _adapted(device)
+def _save_adapters(rank: int, device: str, folder: str, dora: bool) -> None:
+    model = _adapted(device, dora)
     for layer in model.base_model.model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -105,10 +105,11 @@ def _save_adapters(rank: int, device: str, folder: str) -> None:
         torch.save(grads, Path(folder) / "adapters")
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @two_of
-def test_sharded_adapters_have_the_gradients_of_one_process(device: str, tmp_path: Path) -> None:
-    on_two(_save_adapters, device, device, str(tmp_path))
-    model, sharded = _adapted(device), torch.load(tmp_path / "adapters")
+def test_sharded_adapters_have_the_gradients_of_one_process(device: str, dora: bool, tmp_path: Path) -> None:
+    on_two(_save_adapters, device, device, str(tmp_path), dora)
+    model, sharded = _adapted(device, dora), torch.load(tmp_path / "adapters")
     with repeating(device):
         model(**_batch(device)).loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -55,13 +55,15 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(5, 25)[None]).logits
 
 
-def test_training_goes_on_in_them(started: Callable[..., Config], console: Console, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_training_goes_on_in_them(dora: bool, started: Callable[..., Config], console: Console, tmp_path: Path) -> None:
+    save(tmp_path, use_dora=dora)
     expected = logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters", dtype=torch.bfloat16))
     model = build_model(started(), None, CPU)
     assert torch.equal(logits(model), expected)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     assert all("lora_" in name and each.dtype == torch.float32 for name, each in trained.items())
-    assert len(trained) == 2 * 2 * 2
+    assert len(trained) == 2 * 2 * (2 + dora)
     assert tokenizer_name(started()) == f"{tmp_path}/base"
     result = run_once(started(), console, "on")
     assert f"starting from {tmp_path}/adapters, adapters trained on in {tmp_path}/base" in text_of(console)
@@ -72,6 +74,8 @@ def test_training_goes_on_in_them(started: Callable[..., Config], console: Conso
     assert all(not torch.equal(before[name], after[name]) for name in before)
     exported = peft.PeftConfig.from_pretrained(result.export)
     assert (exported.base_model_name_or_path, exported.r, exported.lora_alpha) == (f"{tmp_path}/base", 3, 6)
+    assert exported.use_dora is dora
+    assert "2 of 2 decoder layers train in FP8" in text_of(console)
     assert losses(tmp_path / "run")["train"][3][0] < losses(tmp_path / "run")["train"][1][0]
 
 
