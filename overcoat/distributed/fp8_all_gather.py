@@ -41,6 +41,7 @@ from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
 from overcoat.models.experts import Fp8Experts
 from overcoat.models.family import Modules
+from overcoat.models.frozen import frozen_of
 from overcoat.models.lora import base_of, has_dora
 
 
@@ -96,6 +97,9 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         names = {module: f"{path}.{name}.weight".removeprefix(".") for name, module in layer.named_modules()}
         scaling = layer.overcoat_recipe.linear_scaling
         for stack, reason in fp8_stacks(layer, functools.partial(_shards, params)):
+            if all(frozen_of(base_of(module)._parameters["weight"]) is not None for module in stack):
+                report.fp8 += [names[base_of(module)] for module in stack]  # by methods of their own
+                continue
             if reason is not None:
                 report.left_alone.update({names[base_of(module)]: reason for module in stack})
                 continue
@@ -115,7 +119,9 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     others = [
         held
         for param, group in params.values()
-        if id(param) not in in_fp8 and (held := UnshardedParam(param, group)).is_alone
+        if id(param) not in in_fp8
+        and frozen_of(param.sharded_param) is None
+        and (held := UnshardedParam(param, group)).is_alone
     ]
     vars(model)[GATHER] = gather = Gather(stacks, experts, others, modules)
     gather.handles += [

@@ -8,6 +8,8 @@ the weight itself is freed. So the numbers of training do not change by a bit. C
 `FrozenWeight` takes the parameter's place. Whatever else reads it (`eval()`, `generate`, hooks) gets codes * scale in
 the weight's dtype, decoded for each use; `state_dict()` has it decoded in host memory. What would write to it is
 refused. Of a stack (q, k, v; gate, up) all weights are held so, or none.
+
+FSDP2 (`fully_shard`) cuts the codes by rows and gathers them, 1 byte a weight; every process has all scales.
 """
 
 from __future__ import annotations
@@ -32,12 +34,19 @@ from overcoat.models.lora import base_of
 from overcoat.recipe import Recipe
 
 _aten = torch.ops.aten
-_CUTS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 RELEASE = "overcoat.convert(model) holds it in 16 bits again"
 
 
 class FrozenWeight(GatheredWeight):
-    """A frozen parameter (N, K) that is held as codes, with the attributes of `GatheredWeight`."""
+    """A frozen parameter (N, K), or rows of one, that is held as codes, with the attributes of `GatheredWeight`.
+
+    Attributes:
+        place: [number of the first row], of all that the scales are for; views that begin there share the list.
+    """
+
+    def __init__(self, held: Tensor, scale: Optional[Tensor], w_amax: Optional[Tensor], dtype: torch.dtype) -> None:
+        super().__init__(held, scale, w_amax, dtype)
+        self.place = [0]
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> FrozenWeight:
@@ -61,14 +70,66 @@ class FrozenWeight(GatheredWeight):
     def decoded(self) -> Tensor:
         """Return codes * scale in the weight's dtype, a plain tensor."""
         assert self.scale is not None
-        if self.w_amax is None:
-            scale = self.scale[:, : blocks(self.held.shape[1])]
+        (rows, columns), (first,) = self.held.shape, self.place
+        if self.w_amax is not None:
+            return (decode_float8(self.held) * self.scale).to(self.dtype)
+        scale = self.scale[:, : blocks(columns)]
+        if blocks(rows) == len(scale):
             return dequantize_blocks(Quantized(self.held, scale), (BLOCK, BLOCK)).to(self.dtype)
-        return (decode_float8(self.held) * self.scale).to(self.dtype)
+        own = torch.arange(first, first + rows, device=scale.device).floor_divide(BLOCK).clamp_max(len(scale) - 1)
+        spread = scale[own].repeat_interleave(BLOCK, 1)[:, :columns]  # rows behind the last one are padding
+        return (decode_float8(self.held) * spread).to(self.dtype)
+
+    def rows(self, first: int, last: int) -> FrozenWeight:
+        """Return the rows from `first` to before `last`, as a view."""
+        made = FrozenWeight(self.held[first:last], self.scale, self.w_amax, self.dtype)
+        made.place = [self.place[0] + first] if first else self.place
+        return made
+
+    # ---- FSDP2's extension points ----------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what this process sends: its rows, as many as the first process has, and the number of all."""
+        missing = -(-outer_size[0] // mesh.size()) - len(self.held)
+        return (F.pad(self.held.view(torch.uint8), (0, 0, 0, missing)),), outer_size[0]
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """Return the weight from what all processes have sent, or update `out` with it."""
+        held = outputs[0][:metadata].view(E4M3.dtype)
+        if out is None:
+            return FrozenWeight(held, self.scale, self.w_amax, param_dtype), ()
+        out.held = held
+        return None
 
     def _like(self, change: Any, dtype: Optional[torch.dtype] = None) -> FrozenWeight:
         scale, w_amax = (None if each is None else change(each) for each in (self.scale, self.w_amax))
-        return FrozenWeight(change(self.held), scale, w_amax, dtype or self.dtype)
+        made = FrozenWeight(change(self.held), scale, w_amax, dtype or self.dtype)
+        made.place = self.place
+        return made
+
+    def _cut(self, func: Any, args: Any) -> Any:
+        """Return the result of the ops by which FSDP2 cuts a parameter (N, K), or NotImplemented."""
+        count, columns = self.held.shape
+        if func is _aten.split.Tensor and not args[2:]:
+            return [self.rows(first, min(first + args[1], count)) for first in range(0, count, args[1])]
+        if func is _aten.slice.Tensor and len(args) == 4 and args[1] == 0:
+            return self.rows(args[2], min(args[3], count))
+        if func is _aten.new_zeros.default and len(args[1]) == 2 and args[1][1] == columns:
+            made = FrozenWeight(
+                self.held.view(torch.uint8).new_zeros(args[1]).view(E4M3.dtype), self.scale, self.w_amax, self.dtype
+            )
+            made.place = [*self.place]
+            return made
+        if func is _aten.copy_.default and isinstance(args[1], FrozenWeight) and args[1].scale is self.scale:
+            self.held.view(torch.uint8).copy_(args[1].held.view(torch.uint8))
+            self.place[0] = args[1].place[0]
+            return self
+        is_whole = func is _aten.as_strided.default and tuple(args[1]) == tuple(self.shape)
+        return self._like(lambda each: each) if is_whole or func is _aten.view.default else NotImplemented
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -80,9 +141,12 @@ class FrozenWeight(GatheredWeight):
             return weight._like(torch.clone)
         if weight is not None and func is _aten._to_copy.default:
             return weight._like(lambda each: each.to(kwargs.get("device"), copy=True), kwargs.get("dtype"))
-        if func._schema.is_mutable or func in _CUTS:
-            what = "fully_shard cannot cut" if func in _CUTS else f"{func} cannot write to"
-            raise RuntimeError(f"{what} a frozen weight that is held in FP8 (Recipe.frozen_weights): {RELEASE}")
+        if weight is not None and (cut := weight._cut(func, args)) is not NotImplemented:
+            return cut
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"{func} cannot write to a frozen weight that is held in FP8 (Recipe.frozen_weights): {RELEASE}"
+            )
         args, kwargs = tree_map_only(cls, cls.decoded, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -90,19 +154,27 @@ class FrozenWeight(GatheredWeight):
         return memo.setdefault(id(self), nn.Parameter(self._like(torch.clone), requires_grad=False))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _made, (self.held, self.scale, self.w_amax, self.dtype)
+        return _made, (self.held, self.scale, self.w_amax, self.dtype, self.place[0])
 
 
-def _made(*parts: Any) -> nn.Parameter:
-    return nn.Parameter(FrozenWeight(*parts), requires_grad=False)
+def _made(held: Tensor, scale: Tensor, w_amax: Optional[Tensor], dtype: torch.dtype, place: int = 0) -> nn.Parameter:
+    weight = FrozenWeight(held, scale, w_amax, dtype)
+    weight.place = [place]
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def frozen_of(weight: Any) -> Optional[FrozenWeight]:
+    """Return a parameter that is held in FP8, or its rows in this process; None for any other."""
+    local = getattr(weight, "_local_tensor", weight)
+    return local if isinstance(local, FrozenWeight) else None
 
 
 def check_scaling(model: nn.Module, recipe: Recipe) -> None:
     """Raise ValueError if frozen weights are held with other scales than the recipe's: made of their codes, these would
     be of less precision."""
     for name, module in model.named_modules():
-        weight: Any = module._parameters.get("weight")
-        if isinstance(weight, FrozenWeight) and recipe.fp8 and weight.scaling != recipe.linear_scaling:
+        weight = frozen_of(module._parameters.get("weight"))
+        if weight is not None and recipe.fp8 and weight.scaling != recipe.linear_scaling:
             raise ValueError(
                 f"{name}.weight is held in FP8 with scales for linear_scaling={weight.scaling!r}: load the model "
                 f"again to train it with linear_scaling={recipe.linear_scaling!r}"
@@ -127,7 +199,7 @@ def hold_frozen(model: nn.Module, recipe: Recipe) -> list[str]:
     if not recipe.fp8 or recipe.frozen_weights == "bf16":
         release_frozen(model)
         return []
-    held, reasons, stacks = list[FrozenWeight](), dict[str, int](), _stacks(model, recipe)
+    held, reasons, stacks = list[Tensor](), dict[str, int](), _stacks(model, recipe)
     for stack, reason in stacks:
         weights = _weights(stack)
         frozen = sum(not weight.requires_grad for weight in weights)
@@ -151,15 +223,18 @@ def hold_frozen(model: nn.Module, recipe: Recipe) -> list[str]:
     return lines + [f"{count} frozen weights stay in 16 bits: {reason}" for reason, count in reasons.items()]
 
 
-def release_frozen(model: nn.Module, held: Sequence[FrozenWeight] = ()) -> None:
-    """Hold all frozen weights but `held` in their own dtype again, decoded."""
+def release_frozen(model: nn.Module, held: Sequence[Tensor] = ()) -> None:
+    """Hold all frozen weights but `held` in their own dtype again, decoded. ValueError: one is sharded."""
     kept = set(map(id, held))
-    for module in model.modules():
+    for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        if isinstance(weight, FrozenWeight) and id(weight) not in kept:
-            module._parameters["weight"] = nn.Parameter(weight.decoded(), requires_grad=weight.requires_grad)
-            if (handle := vars(module).pop("overcoat_handle", None)) is not None:
-                handle.remove()
+        if frozen_of(weight) is None or id(weight) in kept:
+            continue
+        if not isinstance(weight, FrozenWeight):
+            raise ValueError(f"{name}.weight is held in FP8, and sharded: load the model again for another recipe")
+        module._parameters["weight"] = nn.Parameter(weight.decoded(), requires_grad=weight.requires_grad)
+        if (handle := vars(module).pop("overcoat_handle", None)) is not None:
+            handle.remove()
 
 
 def _stacks(model: nn.Module, recipe: Recipe) -> list[tuple[list[nn.Module], Optional[str]]]:
@@ -176,9 +251,10 @@ def _stacks(model: nn.Module, recipe: Recipe) -> list[tuple[list[nn.Module], Opt
     return found
 
 
-def _found(model: nn.Module) -> Iterator[FrozenWeight]:
+def _found(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
-        if isinstance(weight := module._parameters.get("weight"), FrozenWeight):
+        weight = module._parameters.get("weight")
+        if weight is not None and frozen_of(weight) is not None:
             yield weight
 
 
@@ -191,7 +267,8 @@ def _why_not(stack: list[nn.Module], branch: Optional[Modules], recipe: Recipe) 
     if branch is not None and branch.layer_scale is not None and is_output:
         return "LayerScale multiplies them before they are quantized"
     weights = _weights(stack)
-    if len({weight.device for weight in weights}) > 1 or any(type(weight).__name__ == "DTensor" for weight in weights):
+    is_sharded = any(type(weight).__name__ == "DTensor" and frozen_of(weight) is None for weight in weights)
+    if is_sharded or len({weight.device for weight in weights}) > 1:
         return "they are spread over devices"
     if recipe.linear_scaling == "block":
         is_turned = branch is not None and any(branch.orders) and not is_output
@@ -206,7 +283,7 @@ def _why_not(stack: list[nn.Module], branch: Optional[Modules], recipe: Recipe) 
 def _hold(stack: list[nn.Module], recipe: Recipe) -> None:
     """Replace the weights of a stack by their codes, one after the other, unless they are codes."""
     weights = [weight.detach() for weight in _weights(stack)]
-    in_codes, top = [isinstance(weight, FrozenWeight) for weight in weights], None
+    in_codes, top = [frozen_of(weight) is not None for weight in weights], None
     if recipe.linear_scaling == "tensor" and not all(in_codes):
         top, in_codes = torch.stack([amax(weight) for weight in weights]).amax(), [False] * len(weights)
     for base, weight, is_done in zip(stack, weights, in_codes, strict=True):

@@ -51,10 +51,6 @@ def check_parallel(config: Config) -> None:
         (context > 1 and config.data.is_chat, f"data.format = {config.data.format!r} does not go with {among}"),
         (context > 1 and config.data.document_mask, f"data.document_mask = True does not go with {among}"),
         (context > 1 and mode != "none", f"train.compile = {mode!r} does not go with {among}"),
-        (
-            many > 1 and config.recipe.frozen_weights == "fp8",
-            f"recipe.frozen_weights = 'fp8' does not go with {many} processes, which cannot share codes: leave it out",
-        ),
         (many > 1 and mode == "graphs", f"train.compile = 'graphs' does not go with {many} processes: leave it out"),
         (
             rows % groups,

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import overcoat
 from overcoat import Recipe
+from overcoat.models.frozen import frozen_of
 from tests.models.zoo import make_batch, make_model
 from tests.nightly import mostly_nightly
-from tests.processes import on_two, repeating, two_of
+from tests.processes import on_many, on_two, repeating, two_of
 
 RECIPES = {
     "default": Recipe(),
@@ -83,12 +85,12 @@ def test_sharded_gradients_equal_those_of_one_process(
                 torch.testing.assert_close(sharded[name], parameter.grad, rtol=0, atol=0, msg=f"{recipe_name}: {name}")
 
 
-def _adapted(device: str, dora: bool) -> Any:
+def _adapted(device: str, dora: bool, recipe: Recipe | None = None) -> Any:
     peft: Any = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False, use_dora=dora)
     model = peft.get_peft_model(make_model("llama", layers=2).to(device), config, autocast_adapter_dtype=False)
-    overcoat.convert(model)
+    overcoat.convert(model, recipe)
     return model.train()
 
 
@@ -117,3 +119,39 @@ def test_sharded_adapters_have_the_gradients_of_one_process(device: str, dora: b
     assert all("lora_" in name for name in expected)
     for name, grad in expected.items():
         torch.testing.assert_close(sharded[name], grad, rtol=0, atol=0, msg=name)
+
+
+def _frozen(rank: int, scaling: Any) -> None:
+    recipe, processes = Recipe(linear_scaling=scaling, frozen_weights="fp8"), dist.get_world_size()
+    model = _adapted("cpu", False, recipe)
+    loss = model(**_batch("cpu")).loss
+    loss.backward()
+    decoded = {name: p.decoded() for name, p in model.named_parameters() if frozen_of(p) is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert overcoat.convert(model, recipe).weights[0].startswith(f"{len(decoded)} frozen weights held")
+    assert set(overcoat.fp8_all_gather(model).fp8) >= decoded.keys()
+    for _ in range(2):
+        model.zero_grad()
+        found = model(**_batch("cpu")).loss
+        found.backward()
+        assert torch.equal(found, loss)
+    for name, expected in gradients.items():  # a third is rounded
+        grad = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(grad, expected, rtol=0 if processes < 3 else 2**-7, atol=0)
+    for name, whole in decoded.items():
+        param: Any = model.get_parameter(name)
+        codes = frozen_of(param).held
+        assert codes.dtype == torch.float8_e4m3fn
+        assert codes.untyped_storage().nbytes() == -(-len(whole) // processes) * whole.shape[1]
+        assert torch.equal(model.state_dict()[name].full_tensor(), whole)
+    with pytest.raises(ValueError, match="sharded"):
+        overcoat.convert(model, Recipe(linear_scaling=scaling))
+
+
+@pytest.mark.parametrize(("processes", "scaling"), [(1, "block"), (2, "tensor"), (2, "block"), (3, "block")])
+def test_frozen_codes_are_sharded_and_gathered_as_codes(processes: int, scaling: str) -> None:
+    on_many(processes, _frozen, "cpu", scaling)

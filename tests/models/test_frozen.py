@@ -138,8 +138,6 @@ def test_what_would_write_is_refused() -> None:
         model.merge_adapter()
     with pytest.raises(RuntimeError, match="frozen_weights"):
         model.load_state_dict(adapted().state_dict())
-    with pytest.raises(RuntimeError, match="fully_shard"):
-        torch.chunk(weight, 2)
     with pytest.raises(ValueError, match="held in FP8"):
         overcoat.stream(model, overcoat.AdamW([each for each in model.parameters() if each.requires_grad]))
     with pytest.raises(ValueError, match="linear_scaling='block'"):
@@ -150,3 +148,16 @@ def test_what_would_write_is_refused() -> None:
     assert not report.weights
     assert not held(model)
     model.merge_adapter()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_rows_are_views_that_mean_the_same(scaling: Any) -> None:
+    """As FSDP2 cuts them: 100 rows do not end where a block of 128 does."""
+    model = adapted()
+    overcoat.convert(model, Recipe(linear_scaling=scaling, frozen_weights="fp8"))
+    for weight in held(model).values():
+        parts, whole = torch.split(weight, 100), weight.decoded()
+        assert {type(part) for part in parts} == {FrozenWeight}
+        assert torch.equal(torch.cat([part.decoded() for part in parts]), whole)
+        assert parts[-1].held.data_ptr() == weight.held.data_ptr() + (len(parts) - 1) * 100 * weight.shape[1]
+        assert torch.equal(weight[3:150][100:].decoded(), whole[103:150])

@@ -91,9 +91,16 @@ def _run(_rank: int, *configs: Config) -> None:
         run_once(config, Console(quiet=True), "many")
 
 
-def test_two_processes_train_the_same_adapters(lora_config: Any, console: Console, tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", ["bf16", "fp8"])
+def test_two_processes_train_the_same_adapters(held: str, lora_config: Any, console: Console, tmp_path: Path) -> None:
     """And go on from one process' checkpoint, as one process does from theirs; bases are in neither."""
-    words = ("train.batch_size=1", "train.accumulation=2", "eval.rows=2", "checkpoint.keep=9")
+    words = (
+        "train.batch_size=1",
+        "train.accumulation=2",
+        "eval.rows=2",
+        "checkpoint.keep=9",
+        f"recipe.frozen_weights={held}",
+    )
 
     def config(name: str, resumed: str) -> Config:
         from_there = f"train.resume={tmp_path}/{resumed}" if resumed else "train.resume=auto"
