@@ -109,8 +109,8 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     parameters, matrices = tuple(model.parameters()), hidden_matrices(model)
     report = convert(model, setup.recipe)
     _order_rows(model)
-    gathered = shard(model, setup, gpus) if setup.is_sharded(gpus) else 0
     held = frozenset(map(id, weights_to_hold(model, setup.recipe)))
+    gathered = shard(model, setup, gpus) if setup.is_sharded(gpus) else 0
     return Trained(model, parameters, matrices, report, Parts(model), gathered, held)
 
 

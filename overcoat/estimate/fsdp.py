@@ -84,7 +84,8 @@ def shard(model: nn.Module, setup: Setup, gpus: int) -> int:
     gathered = 0
     for parameter in causal.parameters():
         gathered += own(parameter).nbytes
-        parameter.register_post_accumulate_grad_hook(_name_gradient)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_name_gradient)
     for part in parts:
         part.reshard()
     return gathered

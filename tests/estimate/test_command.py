@@ -37,7 +37,7 @@ def test_options_reach_the_setup(capsys):
 
 
 def test_adapters_train_in_the_memory_of_a_frozen_model(capsys):
-    """Their states are what little is beside the weights and what is kept."""
+    """Their states are what little is beside the weights and what is kept; half of each on two GPUs."""
     words = ["--model", "124m", "--json", "--seq", "256", "--batch", "2"]
     whole, adapters = (json.loads(estimate(capsys, *words, *more)) for more in ([], ["--lora", "8"]))
     assert adapters["setup"]["lora_rank"] == 8
@@ -46,9 +46,13 @@ def test_adapters_train_in_the_memory_of_a_frozen_model(capsys):
     assert adapters["components"]["moments"] < 3 * added
     assert adapters["components"]["remainders"] == 0
     assert adapters["peak_bytes"] < whole["peak_bytes"] / 2
-    held = json.loads(estimate(capsys, *words, "--lora", "8", "--recipe", "default", "frozen_weights=fp8"))
     in_layers = 12 * (4 * 768**2 + 3 * 768 * 2560)  # of 2 bytes, then 1
-    assert adapters["components"]["weights"] - held["components"]["weights"] == in_layers
+    for gpus in (1, 2):
+        plain, held = (
+            json.loads(estimate(capsys, *words, "--lora", "8", "--gpus", str(gpus), "--recipe", *recipe))
+            for recipe in (["default"], ["default", "frozen_weights=fp8"])
+        )
+        assert plain["components"]["weights"] - held["components"]["weights"] == in_layers // gpus
 
 
 def test_what_fits_and_what_to_change(capsys, tmp_path):
