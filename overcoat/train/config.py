@@ -69,7 +69,7 @@ def error_context(what: str, kinds: type[Exception] = ValueError, after: str = "
 class ModelConfig:
     name: str = option("", "Hugging Face model name or local path to start from (fine-tuning), or a folder of adapters")
     config: dict[str, Any] = option({}, "inline model configuration to train from scratch: model_type and its fields")
-    dequantize: bool = option(False, "make plain weights of a quantized model.name: FP8, MXFP4, a .gguf file")
+    dequantize: bool = option(False, "make plain weights of a quantized model.name: FP8, MXFP4, NF4, a .gguf file")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
     attention: str | None = option(None, "transformers' attn_implementation: sdpa, ...; left out: the model's own")
     freeze: list[str] = option([], "modules that are not trained, by a part of their names, such as vision_tower")

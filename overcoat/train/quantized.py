@@ -3,6 +3,7 @@
     fp8, mxfp8          E4M3 codes with a scale for each block (DeepSeek, Qwen), or for the whole weight
     compressed-tensors  the same under other names, or a scale for each row, if all its weights are FP8
     mxfp4               pairs of E2M1 codes with a power of two for each 32 (gpt-oss)
+    bitsandbytes        4-bit codes, NF4 or FP4 (quantized_4bit.py)
     gguf                a file FOLDER/NAME.gguf
 
 transformers maps the files and makes one tensor after the other, in `model.dtype`; experts are merged on the way. Its
@@ -27,9 +28,10 @@ from overcoat.extras import GGUF, load_extra
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.fp8_weights import linear_weights
 from overcoat.models.frozen import FrozenWeight
+from overcoat.train import quantized_4bit
 from overcoat.train.config import require
 
-METHODS = ("fp8", "mxfp8", "compressed-tensors", "mxfp4", "gguf")  # that can be dequantized
+METHODS = ("fp8", "mxfp8", "compressed-tensors", "mxfp4", "bitsandbytes", "gguf")  # that can be dequantized
 EXACT = "overcoat_fp8"  # the name of ours among transformers' quantization methods
 # Ends of tensors that belong to codes: loaded without them, codes would be taken for weights.
 COMPANIONS = ("weight_scale", "_scale_inv", "_scales", "_packed", "weight.absmax", ".qweight")
@@ -61,8 +63,9 @@ def check_quantized(kind: Any, name: str, dequantize: bool, keep_codes: bool = F
 
 def is_known(kind: Any, name: str) -> bool:
     """True for quantized weights that `model.dequantize` makes plain."""
-    method = method_of(kind, name)
-    return method in METHODS and (method != "compressed-tensors" or _are_fp8(_about(kind)))
+    method, about = method_of(kind, name), _about(kind)
+    others = {"compressed-tensors": _are_fp8(about), "bitsandbytes": bool(about.get("load_in_4bit"))}
+    return method in METHODS and others.get(method, True)
 
 
 def has_frozen_codes(kind: Any, name: str) -> bool:
@@ -81,6 +84,10 @@ def loading_options(kind: Any, name: str, keep_codes: bool = False) -> dict[str,
         return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     if method == "gguf":
         return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    if method == "bitsandbytes":
+        quantized_4bit.register()
+        kind.quantization_config = {"quant_method": quantized_4bit.NAME}
+        return {"config": kind}
     _register()
     about = {"quant_method": EXACT, "weight_block_size": _blocks(kind, method), "dequantize": True}
     kind.quantization_config = {**about, "keep_codes": keep_codes and has_frozen_codes(kind, name)}

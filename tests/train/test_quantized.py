@@ -41,6 +41,7 @@ from overcoat.train.build import build_model, check_config, load_model, make_rec
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.quantized import check_quantized, dequantize_blocks
+from overcoat.train.quantized_4bit import COMPANIONS, decode
 from overcoat.train.run import run_once
 from overcoat.train.tokenizer import train_tokenizer
 from tests.train.runs import CPU, MakeConfig, losses, text_of
@@ -105,6 +106,30 @@ def mxfp4(name: str, weight: Tensor) -> Quantized:
     return {f"{name}_blocks": codes, f"{name}_scales": powers}, values.reshape(experts, outputs, inputs).mT
 
 
+# Of bitsandbytes 0.50: `NAME.weight` and what `QuantState.as_dict(packed=True)` has beside it, of `quantize_4bit`, and
+# `NAME.expected` of `dequantize_4bit`.
+BITSANDBYTES = load_file(Path(__file__).parent / "bitsandbytes.safetensors")
+
+
+def four_bits(name: str, weight: Tensor, kind: str = "nf4", double: bool = False) -> Quantized:
+    """Random codes, two in a byte, the higher half first; random maxima of 64, or 8-bit codes of them."""
+    codes = torch.randint(0, 16, (weight.numel(),), dtype=torch.uint8)
+    table, size = BITSANDBYTES[f"{kind}.single.weight.quant_map"], weight.numel() // 64
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [*weight.shape]}
+    stored = {"quant_map": table, "absmax": torch.rand(size)}
+    top = stored["absmax"]
+    if double:
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.7}
+        nested, table_of_8 = torch.rand(-(-size // 256)), BITSANDBYTES["nf4.double.weight.nested_quant_map"]
+        tops = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        stored |= {"absmax": tops, "nested_absmax": nested, "nested_quant_map": table_of_8}
+        top = table_of_8[tops.long()] * nested[torch.arange(size) // 256] + 0.7
+    stored[f"quant_state.bitsandbytes__{kind}"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    values = (table[codes.long()].view(-1, 64) * top[:, None]).view(weight.shape)
+    pairs = (codes[::2] << 4 | codes[1::2])[:, None]
+    return {name: pairs, **{f"{name}.{key}": each.clone() for key, each in stored.items()}}, values
+
+
 def compressed(strategy: str) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -112,6 +137,7 @@ def compressed(strategy: str) -> dict[str, Any]:
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 CASES = {
     "fp8": (LLAMA, blocks, FP8),
     "fp8 experts": (QWEN, blocks, FP8),
@@ -120,6 +146,8 @@ CASES = {
     "compressed rows": (LLAMA, rows, compressed("channel")),
     "compressed tensor": (QWEN, whole, compressed("tensor")),
     "mxfp4": (OSS, mxfp4, {"quant_method": "mxfp4"}),
+    "nf4": (LLAMA, partial(four_bits, double=True), FOUR_BITS),
+    "fp4 experts": (QWEN, partial(four_bits, kind="fp4"), FOUR_BITS),
 }
 
 
@@ -155,15 +183,36 @@ def test_weights_are_those_of_the_codes(case: str, tmp_path: Path) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.parametrize("name", ["nf4.double", "nf4.single", "fp4.single"])
+def test_4_bit_codes_mean_what_bitsandbytes_says(name: str) -> None:
+    """Bit for bit, in its dtype."""
+    companions = {
+        each: BITSANDBYTES[f"{name}.weight.{each}"] for each in COMPANIONS if f"{name}.weight.{each}" in BITSANDBYTES
+    }
+    expected = BITSANDBYTES[f"{name}.expected"]
+    assert torch.equal(decode(BITSANDBYTES[f"{name}.weight"], companions).to(expected.dtype), expected)
+
+
 def test_scales_of_another_number_are_refused() -> None:
     with pytest.raises(ValueError, match="192 x 320 with 2 x 2 scales"):
         dequantize_blocks(torch.zeros(192, 320), torch.ones(2, 2), (128, 128))
 
 
-def test_codes_without_scales_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, LLAMA, blocks, FP8)
+@pytest.mark.parametrize(
+    ("quantize", "about", "missing"),
+    [
+        (blocks, FP8, ("_scale_inv",)),
+        (four_bits, FOUR_BITS, (".quant_state.bitsandbytes__nf4",)),
+        (four_bits, FOUR_BITS, (".quant_state.bitsandbytes__nf4", ".absmax", ".quant_map")),
+    ],
+)
+def test_codes_without_scales_are_refused(
+    quantize: Any, about: dict[str, Any], missing: tuple[str, ...], tmp_path: Path
+) -> None:
+    save(tmp_path, LLAMA, quantize, about)
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    for end in missing:
+        del tensors[f"model.layers.1.mlp.up_proj.weight{end}"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"cannot load model.name = '{tmp_path}'"):
         load_model(str(tmp_path), CPU, SETTINGS, dequantize=True)
@@ -184,6 +233,7 @@ def test_scales_that_no_configuration_names_are_refused(tmp_path: Path) -> None:
         (compressed("channel"), False, r"\(compressed-tensors\).*set model\.dequantize = true"),
         (compressed("group"), True, r"\(compressed-tensors\).*cannot make plain: name the checkpoint"),
         ({**compressed("channel"), "format": "pack-quantized"}, True, "cannot make plain"),
+        (FOUR_BITS, False, r"\(bitsandbytes\).*set model\.dequantize = true"),
         ({"quant_method": QuantizationMethod.BITS_AND_BYTES}, False, r"\(bitsandbytes\).*: name the checkpoint"),
         (SimpleNamespace(quant_method=QuantizationMethod.BITS_AND_BYTES), True, r"\(bitsandbytes\).*cannot make plain"),
         ({"quant_method": "gptq"}, True, "cannot make plain"),
