@@ -57,6 +57,7 @@ ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", 
 # Keys of a model's configuration that are not written: set by the tokenizer, or not needed for training.
 UNTOLD = {"vocab_size", "quantization_config"}
 STEPS, EPOCHS, WARMUP = 1000, 3, 0.1  # by default, and passes over data that have fewer steps, and their warm-up
+SELDOM = 10  # fewest steps from one evaluation or checkpoint to the next
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # files of a model's, whole or in parts
 # Changes that save memory, tried in order if not even one row fits.
 LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
@@ -321,7 +322,8 @@ def _epochs(epochs: float, steps: int) -> dict[str, Any]:
 
 
 def _intervals(steps: int) -> dict[str, Any]:
-    return {"eval.every": max(1, steps // 10), "checkpoint.every": max(1, steps // 4)}
+    """Return how often to evaluate and to save: both also happen at the end, which is enough for few steps."""
+    return {"eval.every": max(SELDOM, steps // 10), "checkpoint.every": max(SELDOM, steps // 4)}
 
 
 def _planned(values: dict[str, Any], parsed: argparse.Namespace, memory: int | None) -> tuple[dict[str, Any], str]:

@@ -283,6 +283,8 @@ def test_passes_over_the_data_are_said(
     assert f"# {said}" in (place / "overcoat.toml").read_text()
     config = load_config("overcoat.toml")
     assert (config.train.steps, config.train.epochs, config.schedule.warmup_steps) == length
+    often = max(10, (length[0] or 0) // 10)  # not at each of a few steps
+    assert config.eval.every == often <= config.checkpoint.every
 
 
 @pytest.mark.parametrize("epochs", ["0", "-1"])
