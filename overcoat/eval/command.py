@@ -5,8 +5,9 @@
     overcoat eval runs/demo/checkpoints/step-00000200 --text Salesforce/wikitext:wikitext-2-raw-v1:test --joined --json
 
 A TARGET is a run directory (its export/, else its newest checkpoint), a checkpoint, an exported folder, or a Hugging
-Face name; folders that Overcoat wrote are first compared with their manifest. Tasks are those of
-lm-evaluation-harness, by name or YAML file; "paper" stands for copa, arc_easy, sciq, hellaswag and gsm8k.
+Face name; folders that Overcoat wrote are first compared with their manifest. Of LoRA adapters the model that they name
+is loaded, too. Tasks are those of lm-evaluation-harness, by name or YAML file; "paper" stands for copa, arc_easy, sciq,
+hellaswag and gsm8k.
 """
 
 from __future__ import annotations
@@ -25,20 +26,24 @@ from typing import Any, NamedTuple
 import torch
 
 import overcoat
-from overcoat.extras import check_exists, load_extra
+from overcoat.extras import check_exists, load_extra, load_pretrained
 from overcoat.train import checkpoint
+from overcoat.train.adapters import base_of_adapters, load_adapters, new_adapters, num_trained_rows
 from overcoat.train.build import load_model
 from overcoat.train.checkpoint import list_checkpoints
-from overcoat.train.config import DataConfig, error_context, require
+from overcoat.train.config import ADAPTERS, DataConfig, error_context, require
 from overcoat.train.configfile import load_config
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, RECORD, verify_directory
 from overcoat.train.products import compute_in_fp32
+from overcoat.train.quantized import is_known
 from overcoat.train.rows import has_rows, text_of
 from overcoat.train.sources import find_files, read_documents, rows
 from overcoat.train.tokenizer import load_tokenizer
+from overcoat.train.vocabulary import resize
 
 RECIPES = ("bf16", "default", "paper", "leanest")
+SETTINGS = {"dtype": "auto", "attn_implementation": "sdpa"}
 WINDOW = 2048  # tokens, if the model takes as many
 Result = dict[str, Any]
 
@@ -205,6 +210,11 @@ class Target(NamedTuple):
     place: str
     special_tokens: str = "tokens"
 
+    @property
+    def holds_adapters(self) -> bool:
+        """True for adapters without their model."""
+        return (Path(self.place) / ADAPTERS).is_file()
+
 
 def find_target(name: str) -> Target:
     """Return the folder of the weights. ValueError: it is a folder without a model, or damaged."""
@@ -219,12 +229,9 @@ def find_target(name: str) -> Target:
         if not made:
             raise ValueError(f"{name} is a run without a checkpoint: train it first")
         folder = made[0]
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{name} holds adapters without their model, which this command does not merge: run the training command "
-            "again with lora.merge=true, or save the result of merge_and_unload()"
-        )
-    if not (folder / "config.json").exists():
+    if (folder / ADAPTERS).exists():
+        base_of_adapters(str(folder), "TARGET")
+    elif not (folder / "config.json").exists():
         raise ValueError(f"{name} is no run, checkpoint or model folder: it has no config.toml and no config.json")
     if (folder / MANIFEST).exists():
         verify_directory(folder)
@@ -241,15 +248,32 @@ def _special_tokens(folder: Path) -> str:
 
 def load_target(target: Target, device: torch.device, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """The model, in the dtype it was saved in, and its tokenizer."""
-    tokenizer = load_tokenizer(target.place, trust_remote_code, target.special_tokens)
+    load_extra("transformers", "hf", "overcoat eval").utils.logging.disable_progress_bar()
+    is_beside = target.holds_adapters and not (Path(target.place) / "tokenizer_config.json").exists()
+    place = base_of_adapters(target.place, "TARGET") if is_beside else target.place
+    tokenizer = load_tokenizer(place, trust_remote_code, target.special_tokens)
+    if target.holds_adapters:
+        return _adapted(target, device, tokenizer, trust_remote_code), tokenizer
     return load_target_model(target, device, trust_remote_code), tokenizer
+
+
+def _adapted(target: Target, device: torch.device, tokenizer: Any, trust_remote_code: bool) -> Any:
+    """Return the model of a folder or a checkpoint of adapters, with these inside its layers; quantized weights are
+    dequantized, as for training."""
+    base, what = base_of_adapters(target.place, "TARGET"), f"{target.name}: its base_model_name_or_path ="
+    kind = load_pretrained("AutoConfig", what, base, trust_remote_code)
+    model = load_model(base, device, SETTINGS, trust_remote_code, what, dequantize=is_known(kind, base))
+    resize(model, tokenizer, num_trained_rows(target.place), 0)
+    if not (Path(target.place) / RECORD).exists():
+        return load_adapters(model, target.place, what="TARGET").eval()
+    model = new_adapters(model, target.place).to(device)
+    checkpoint.read_model(Path(target.place), model)
+    return model.eval()
 
 
 def load_target_model(target: Target, device: torch.device, trust_remote_code: bool = False) -> Any:
     """The model, in the dtype it was saved in, in eval mode."""
-    transformers = load_extra("transformers", "hf", "overcoat eval")
-    transformers.utils.logging.disable_progress_bar()
+    load_extra("transformers", "hf", "overcoat eval").utils.logging.disable_progress_bar()
     if (Path(target.place) / RECORD).exists():
         return checkpoint.load_model(Path(target.place), device, trust_remote_code).eval()
-    settings = {"dtype": "auto", "attn_implementation": "sdpa"}
-    return load_model(target.place, device, settings, trust_remote_code, "the model").eval()
+    return load_model(target.place, device, SETTINGS, trust_remote_code, "the model").eval()

@@ -61,6 +61,11 @@ def run(parsed: argparse.Namespace) -> int:
     device = torch.device(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     require(device.type == "cpu" or torch.cuda.is_available(), "--device cuda: PyTorch sees no CUDA GPU here")
     target = find_target(parsed.target)
+    require(
+        not target.holds_adapters,
+        f"{target.name} holds adapters without their model: run the training command again with lora.merge=true, or "
+        "save the result of merge_and_unload()",
+    )
     folder = _output_folder(parsed, target)
     kind = load_pretrained("AutoConfig", "the model", target.place, parsed.trust_remote_code)
     is_quantized = bool(getattr(kind, "quantization_config", None))

@@ -20,15 +20,18 @@ from overcoat.train.config import Config, LoraConfig, error_context, require
 
 
 def base_name(config: Config) -> str:
-    """Return the model to load: model.name, or the one that its adapters were made for. ValueError: they name none, or
-    are no LoRA."""
-    name = config.model.name
-    if not config.model.holds_adapters:
-        return name
-    found = _settings(name)
+    """Return the model to load: model.name, or the one that its adapters were made for. ValueError: as of
+    `base_of_adapters`."""
+    return base_of_adapters(config.model.name) if config.model.holds_adapters else config.model.name
+
+
+def base_of_adapters(folder: str, what: str = "model.name =") -> str:
+    """Return the model that a folder's adapters were made for. what: for messages. ValueError: they name none, or are
+    no LoRA."""
+    found = _settings(folder, what)
     base, kind = str(found.base_model_name_or_path or ""), getattr(found.peft_type, "value", found.peft_type)
-    require(kind == "LORA", f"model.name = {name!r} holds adapters of kind {kind}: LoRA's alone are trained on")
-    require(bool(base), f"model.name = {name!r}: its adapter_config.json names no base_model_name_or_path: add it")
+    require(kind == "LORA", f"{what} {folder!r} holds adapters of kind {kind}: only LoRA's are read")
+    require(bool(base), f"{what} {folder!r}: its adapter_config.json names no base_model_name_or_path: add it")
     return base
 
 
@@ -38,22 +41,21 @@ def tokenizer_of(config: Config) -> str:
     return base_name(config) if config.model.holds_adapters and not beside else config.model.name
 
 
-def num_trained_rows(config: Config) -> int:
-    """Return how many rows of tables the adapters of model.name train: of tokens that may be new."""
-    rows = _settings(config.model.name).trainable_token_indices if config.model.holds_adapters else None
+def num_trained_rows(folder: str) -> int:
+    """Return how many rows of tables a folder's adapters train: of tokens that may be new."""
+    rows = _settings(folder).trainable_token_indices
     return max(map(len, rows.values()), default=0) if isinstance(rows, dict) else len(rows or [])
 
 
-def load_adapters(model: Any, config: Config) -> Any:
-    """Return the model with the adapters of model.name: to train on in FP32, or merged into it."""
-    peft, name, merge = load_extra("peft", "hf", "adapters in model.name"), config.model.name, config.lora.merge_start
-    settings = _settings(name)
+def load_adapters(model: Any, folder: str, merge: bool = False, what: str = "model.name =") -> Any:
+    """Return the model with a folder's adapters: to train on in FP32, or merged into it."""
+    peft, settings = load_extra("peft", "hf", "adapters"), _settings(folder, what)
     device = str(next(model.parameters()).device)
-    with error_context(f"model.name = {name!r}: ", Exception), warnings.catch_warnings():
+    with error_context(f"{what} {folder!r}: ", Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("error", "Found missing adapter keys")  # they would be drawn anew
         model = peft.PeftModel.from_pretrained(
-            model, name, config=settings, is_trainable=not merge, torch_device=device
+            model, folder, config=settings, is_trainable=not merge, torch_device=device
         )
         if merge:
             model = model.merge_and_unload(safe_merge=True).requires_grad_(True)
@@ -74,7 +76,12 @@ def add_adapters(
         return add_lora(model, section.rank, section.alpha, section.targets, section.dropout, **options)
 
 
-def _settings(folder: str) -> Any:
-    peft = load_extra("peft", "hf", "adapters in model.name")
-    with error_context(f"cannot load model.name = {folder!r}: ", Exception):
+def new_adapters(model: Any, folder: str) -> Any:
+    """Return the model with new adapters like a folder's, whose weights are to be read."""
+    return load_extra("peft", "hf", "adapters").get_peft_model(model, _settings(folder))
+
+
+def _settings(folder: str, what: str = "model.name =") -> Any:
+    peft = load_extra("peft", "hf", "adapters")
+    with error_context(f"cannot load {what} {folder!r}: ", Exception):
         return peft.PeftConfig.from_pretrained(folder)

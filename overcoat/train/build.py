@@ -80,9 +80,10 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
         )  # fmt: skip
         new = config.tokenizer.add_tokens if tokenizer is not None else []
         if tokenizer is not None:
-            resize(model, tokenizer, len(new) + num_trained_rows(config), config.train.seed)
+            trained = num_trained_rows(named.name) if named.holds_adapters else 0
+            resize(model, tokenizer, len(new) + trained, config.train.seed)
         if named.holds_adapters:
-            model = load_adapters(model, config)
+            model = load_adapters(model, named.name, config.lora.merge_start)
             if not config.lora.merge_start:
                 return model
         freeze(model, config.model.freeze)

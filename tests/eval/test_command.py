@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration
 
 import overcoat
 from overcoat import cli
+from overcoat.eval.command import documents_of
+from overcoat.train.build import CPU, load_model
 from overcoat.train.checkpoint import write_tensors
-from overcoat.train.evaluate import windows
+from overcoat.train.evaluate import perplexity, windows
 from overcoat.train.files import RECORD
 from overcoat.train.state import named_tensors
 from tests.eval.conftest import sentences, write_task
@@ -167,6 +170,38 @@ def test_a_sharded_model_that_sees_takes_the_rows_of_its_text(tmp_path: Path, fo
     assert cli.main(["eval", str(tmp_path), "--text", str(text), "--window", "2049", "--device", "cpu"]) == 0
 
 
+@pytest.mark.parametrize("kind", ["folder", "checkpoint", "quantized"])
+def test_adapters_are_evaluated_with_their_model(
+    kind: str, text: Path, folder: Path, choices: Any, tmp_path: Path, capsys: Capture
+) -> None:
+    base, place = str(folder), tmp_path / kind
+    if kind == "quantized":
+        base = str(tmp_path / "fp8")
+        assert cli.main(["export", str(folder), "--format", "fp8", "--output", base, "--device", "cpu"]) == 0
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = load_model(base, CPU, {"dtype": "auto"}, dequantize=kind == "quantized")
+    plain = perplexity(model.eval(), tokenizer, documents_of("--text", str(text)), 64, 64, 8)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config).eval()
+    if kind == "checkpoint":
+        place.mkdir()
+        write_weights(place, model)
+        model.peft_config["default"].save_pretrained(place)
+    else:
+        model.save_pretrained(place)
+    expected = perplexity(model, tokenizer, documents_of("--text", str(text)), 64, 64, 8)
+    assert expected["perplexity"] != plain["perplexity"]
+    found, in_fp8 = evaluated(capsys, place, "--text", text, "--recipe", "bf16", "--recipe", "default")
+    figures = found["text"][str(text)]
+    assert {key: figures[key] for key in expected} == expected
+    assert in_fp8["text"][str(text)]["ran"] == "FP8 in 2 of 2 layers"
+    (result,) = evaluated(capsys, place, "--tasks", choices[0], "--limit", "3")
+    assert {"acc", "ran"} <= result["tasks"]["tiny_choice"].keys()
+    assert cli.main(["export", str(place), "--output", str(tmp_path / "x"), "--device", "cpu"]) == 2
+    assert "holds adapters without their model" in capsys.readouterr().err
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +228,7 @@ def test_a_sharded_model_that_sees_takes_the_rows_of_its_text(tmp_path: Path, fo
         ("FOLDER --text NULLS:default:test", "row 2: 'text' holds null, not text"),
         ("FOLDER --text CHATS", "no field 'text' (text_key)"),
         ("DAMAGED --text TEXT", "is damaged: config.json"),
-        ("ADAPTERS --text TEXT", "holds adapters without their model"),
+        ("ADAPTERS --text TEXT", "holds adapters of kind IA3"),
     ],
 )
 def test_one_line_says_what_is_missing(
@@ -203,7 +238,7 @@ def test_one_line_says_what_is_missing(
     shutil.copytree(folder, damaged)
     (damaged / "manifest.json").write_text('{"files": {"config.json": {"bytes": 1, "sha256": "0"}}}')
     (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters/adapter_config.json").write_text("{}")
+    (tmp_path / "adapters/adapter_config.json").write_text('{"peft_type": "IA3"}')
     places = {
         "ADAPTERS": tmp_path / "adapters",
         "FOLDER": folder,
