@@ -213,6 +213,9 @@ def hold_frozen(model: nn.Module, recipe: Recipe) -> list[str]:
     read = {id(weight) for stack, _ in stacks for weight in _weights(stack)}
     if unread := sum(id(weight) not in read for weight in _found(model)):
         reasons["no FP8 GEMM of a converted layer reads them"] = unread
+    named = [each for name, each in model.named_parameters() if ".experts." in f".{name}" and each.dim() == 3]
+    if experts := sum(not each.requires_grad for each in named):
+        reasons["those of experts are stacked"] = experts
     if not held:
         unfrozen = "none is frozen: add adapters (peft), or requires_grad_(False), before overcoat.convert"
         why = "; ".join(reasons) or unfrozen
