@@ -198,14 +198,6 @@ def test_a_tiny_run_measures_speed_and_memory(name: str) -> None:
     assert 0 < figures["loss"] < 20
 
 
-@pytest.mark.gpu
-def test_a_peer_in_host_memory_holds_little_on_the_gpu() -> None:
-    model = Model("LlamaConfig", sizes(1024, 4096, 8, 8, 8, 1024))
-    figures = measure("bf16 eager, FSDP2 in host memory", Work(model, 1, 64, gpus=1), 2)
-    assert figures["peak_bytes"] < 2 * figures["parameters"]
-    assert 0 < figures["loss"] < 20
-
-
 def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: Any, **_options: Any) -> None:
         raise mp.ProcessRaisedException("\n\n-- Process 1 terminated\nTraceback\nOutOfMemoryError: CUDA\n", 1, 9)
