@@ -401,11 +401,11 @@ class Attention(NamedTuple):
         residual: Optional[Tensor],
     ) -> Tensor:
         """Return the output layer's result, plus the residual if given, and append to `saved`."""
-        h, h_amax = inside
-        early, after = (None, residual) if has_factors(branch.out_proj) else (residual, None)
-        y, entry = linear_forward(h, branch.out_proj, h.dtype, recipe, h_amax, cached.out_proj, early)
-        if branch.out_proj.adapters:
-            add_adapters_(y, branch.out_proj, Input(h), after)
+        (h, h_amax), out_proj = inside, branch.out_proj
+        early, after = (None, residual) if out_proj.adapters and has_factors(out_proj) else (residual, None)
+        y, entry = linear_forward(h, out_proj, h.dtype, recipe, h_amax, cached.out_proj, early)
+        if out_proj.adapters:
+            add_adapters_(y, out_proj, Input(h), after)
         saved.append(entry)
         return y
 
@@ -435,7 +435,7 @@ class Attention(NamedTuple):
         del entry
         h = decoded.o if g is None else gate(decoded.o, g)[0]
         dfactors: list[Optional[Tensor]] = []
-        if has_factors(branch.out_proj):
+        if branch.out_proj.adapters and has_factors(branch.out_proj):
             dy_amax = None
             dy, dfactors = before_factors(dy, branch.out_proj, Input(h), scales.w_amax, recipe)
         x_t = rebuild_input_t(h, scales.x_scale) if out_proj_needs_grad else None

@@ -419,7 +419,7 @@ def split_gradients(
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Optional[Tensor], ...]]:
     """Return the gradients of each weight and bias, from dweight (sum N, K) and sums (sum N,) of the stack."""
     weights, biases, orders, *_ = linear
-    if sums is not None and has_factors(linear):
+    if sums is not None and linear.adapters and has_factors(linear):
         sums = sums / _factors(linear)  # which biases are added behind
     if len(weights) == 1 and not orders:
         return (dweight,), (None if sums is None or biases[0] is None else sums.to(biases[0].dtype),)
@@ -522,7 +522,7 @@ def add_adapters_(y: Tensor, linear: Linear, inputs: Input, residual: Optional[T
     """Add the adapters' result h B^T to y (T, N) in place, multiply by DoRA's factors, and add a residual."""
     a, b = stack_adapters(linear, y.dtype)
     y.addmm_(_down(a, linear, inputs, y.dtype), b.t())
-    if has_factors(linear):
+    if linear.adapters and has_factors(linear):
         bias, factors = stack_biases(linear), _factors(linear)
         y.mul_(factors) if bias is None else y.sub_(bias).mul_(factors).add_(bias)
     return y if residual is None else y.add_(residual)

@@ -87,7 +87,7 @@ class Mlp(NamedTuple):
     ) -> Tensor:
         """Return h W^T + bias + residual (T, N) and append to `saved`; z includes the first projection's bias."""
         out_proj = branch.out_proj
-        early, after = (None, residual) if has_factors(out_proj) else (residual, None)
+        early, after = (None, residual) if out_proj.adapters and has_factors(out_proj) else (residual, None)
         how = (self.activation, self.gated, recipe.kept_format, recipe.group_size)
         if recipe.linear_scaling == "block":
             h8, h_scale, codes, group_amax = activation_block_quantize(z, *how)
@@ -126,7 +126,7 @@ class Mlp(NamedTuple):
         entry, out_proj = saved.pop(), branch.out_proj
         assert entry.group_amax.shape[1] == 1 + self.gated
         dfactors: list[Optional[Tensor]] = []
-        if has_factors(out_proj):
+        if out_proj.adapters and has_factors(out_proj):
             inputs, dy_amax = self._decoded(entry, recipe, dy.dtype), None
             dy, dfactors = before_factors(dy, out_proj, inputs, entry.w_amax, recipe)
             del inputs

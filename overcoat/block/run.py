@@ -141,7 +141,7 @@ def block_backward(
         del d
         entry, in_proj_needs_grad = saved.pop(), any(needs.in_proj.weights)
         dfactors: list[Optional[Tensor]] = []
-        if has_factors(branch.in_proj):
+        if branch.in_proj.adapters and has_factors(branch.in_proj):
             inputs = kept_input(entry, branch.pre, recipe, dz.dtype)
             dz, dfactors = before_factors(dz, branch.in_proj, inputs, entry.w_amax, recipe)
         in_proj = in_proj_backward(dz, entry, branch.pre, branch.in_proj, recipe, in_proj_needs_grad)
