@@ -32,10 +32,9 @@ def stream_host_bytes(layers: Sequence[Layer]) -> int:
 def stream_buffers(layers: Sequence[Layer]) -> int:
     """Return the bytes on the GPU that all layers share: slots of codes, buffers of weights and their new codes."""
     stacks = _stacks(layers)
+    largest = [of.bytes for of in stacks], [of.code_bytes for of in stacks]
     slots = SLOTS * aligned(max([layer.bytes for layer in layers], default=0))
-    weights = BUFFERS * aligned(max([of.bytes for of in stacks], default=0))
-    codes = [aligned(of.code_bytes) for of in stacks]  # of as many that were stepped one after the other
-    return slots + weights + max([sum(codes[i : i + BUFFERS]) for i in range(len(codes))], default=0)
+    return slots + BUFFERS * sum(aligned(max(sizes, default=0)) for sizes in largest)
 
 
 def waiting_gradients(layers: Sequence[Layer], label: str) -> int:

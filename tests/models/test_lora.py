@@ -361,10 +361,8 @@ def test_checkpoints_and_offload_give_the_same(recipe: Recipe, dora: bool) -> No
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_compiles_without_graph_breaks(dora: bool, device: torch.device) -> None:
-    """With the eager bits on a CPU, and no larger errors where inductor rounds otherwise."""
     model, inputs = adapted(make_model("llama", layers=1), use_dora=dora).to(device), make_batch()
     inputs = {name: x.to(device) for name, x in inputs.items()}
-    exact = trained(copy.deepcopy(model).double(), inputs)
     overcoat.convert(model)
     expected = trained(model, inputs)
     torch.compiler.reset()
@@ -374,9 +372,7 @@ def test_compiles_without_graph_breaks(dora: bool, device: torch.device) -> None
     if device.type == "cpu":
         assert_equal(compiled, expected)
     assert compiled.keys() == expected.keys()
-    assert compiled.pop("loss") == pytest.approx(float(expected["loss"]), rel=1e-2)
-    for name in compiled:
-        assert sqnr(exact[name], compiled[name]) > sqnr(exact[name], expected[name]) - 2, name
+    assert min(sqnr(expected[name], compiled[name]) for name in expected) > 30
 
 
 @pytest.mark.parametrize("is_first", [True, False])
