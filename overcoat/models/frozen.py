@@ -70,11 +70,13 @@ class FrozenWeight(GatheredWeight):
     def decoded(self) -> Tensor:
         """Return codes * scale in the weight's dtype, a plain tensor."""
         assert self.scale is not None
+        if self.held.dim() == 1:
+            raise RuntimeError("a frozen weight held in FP8 is read by rows: flatten weight.decoded()")
         (rows, columns), (first,) = self.held.shape, self.place
         if self.w_amax is not None:
             return (decode_float8(self.held) * self.scale).to(self.dtype)
         scale = self.scale[:, : blocks(columns)]
-        if blocks(rows) == len(scale):
+        if not first and blocks(rows) == len(scale):
             return dequantize_blocks(Quantized(self.held, scale), (BLOCK, BLOCK)).to(self.dtype)
         own = torch.arange(first, first + rows, device=scale.device).floor_divide(BLOCK).clamp_max(len(scale) - 1)
         spread = scale[own].repeat_interleave(BLOCK, 1)[:, :columns]  # rows behind the last one are padding
@@ -113,11 +115,13 @@ class FrozenWeight(GatheredWeight):
 
     def _cut(self, func: Any, args: Any) -> Any:
         """Return the result of the ops by which FSDP2 cuts a parameter (N, K), or NotImplemented."""
+        if self.held.dim() == 1:
+            return NotImplemented
         count, columns = self.held.shape
         if func is _aten.split.Tensor and not args[2:]:
             return [self.rows(first, min(first + args[1], count)) for first in range(0, count, args[1])]
         if func is _aten.slice.Tensor and len(args) == 4 and args[1] == 0:
-            return self.rows(args[2], min(args[3], count))
+            return self.rows(*slice(*args[2:]).indices(count)[:2])
         if func is _aten.new_zeros.default and len(args[1]) == 2 and args[1][1] == columns:
             made = FrozenWeight(
                 self.held.view(torch.uint8).new_zeros(args[1]).view(E4M3.dtype), self.scale, self.w_amax, self.dtype
@@ -128,8 +132,10 @@ class FrozenWeight(GatheredWeight):
             self.held.view(torch.uint8).copy_(args[1].held.view(torch.uint8))
             self.place[0] = args[1].place[0]
             return self
+        if func is _aten.view.default and tuple(args[1]) == (-1,):  # which FSDP2 keeps, and does not read
+            return FrozenWeight(self.held.view(-1), self.scale, self.w_amax, self.dtype)
         is_whole = func is _aten.as_strided.default and tuple(args[1]) == tuple(self.shape)
-        return self._like(lambda each: each) if is_whole or func is _aten.view.default else NotImplemented
+        return self._like(lambda each: each) if is_whole else NotImplemented
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -163,3 +163,9 @@ def test_rows_are_views_that_mean_the_same(scaling: Any) -> None:
         assert torch.equal(torch.cat([part.decoded() for part in parts]), whole)
         assert parts[-1].held.data_ptr() == weight.held.data_ptr() + (len(parts) - 1) * 100 * weight.shape[1]
         assert torch.equal(weight[3:150][100:].decoded(), whole[103:150])
+        for rows in (slice(1, None), slice(-100, None), slice(-100, -1), slice(9, 5)):
+            assert torch.equal(weight[rows].decoded(), whole[rows])
+        for size in ((-1, 4), (2, -1), (2, len(whole) // 2, whole.shape[1])):
+            assert torch.equal(weight.view(size), whole.view(size))
+        with pytest.raises(RuntimeError, match=r"decoded\(\)"):
+            weight.view(-1).sum()
