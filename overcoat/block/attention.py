@@ -23,21 +23,24 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.context import context_attention, context_attention_backward, gathered, share_largest
-from overcoat.block.linear import (
-    Gradient,
+from overcoat.block.adapters import (
+    FactorGradients,
     Input,
-    OutputSaved,
     adapters_backward_,
     add_adapters_,
     before_factors,
     has_factors,
+)
+from overcoat.block.context import context_attention, context_attention_backward, gathered, share_largest
+from overcoat.block.linear import (
+    Gradient,
+    OutputSaved,
     linear_backward,
     linear_forward,
     quantize_blocks_of,
     rebuild_input_t,
 )
-from overcoat.block.spec import Branch, ForwardScales, Linear, Tables, padded
+from overcoat.block.spec import Adapter, Branch, ForwardScales, Linear, Tables, padded
 from overcoat.formats.bits import from_bits, to_bits
 from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
@@ -434,17 +437,19 @@ class Attention(NamedTuple):
         decoded, clipped = attention_decode(entry, rotary, heads, recipe, dy.dtype), entry.clipped
         del entry
         h = decoded.o if g is None else gate(decoded.o, g)[0]
-        dfactors: list[Optional[Tensor]] = []
+        dora = FactorGradients()
         if branch.out_proj.adapters and has_factors(branch.out_proj):
             dy_amax = None
-            dy, dfactors = before_factors(dy, branch.out_proj, Input(h), scales.w_amax, recipe)
+            dy, dora = before_factors(dy, branch.out_proj, Input(h), scales.w_amax, recipe)
         x_t = rebuild_input_t(h, scales.x_scale) if out_proj_needs_grad else None
         out_proj = linear_backward(dy, x_t, branch.out_proj, scales.w_amax, recipe, dy_amax)
         del x_t
         do, dg = out_proj.dx, None
         assert do is not None
-        adapters = adapters_backward_(dy, do, branch.out_proj, Input(h), dfactors) if branch.out_proj.adapters else ()
-        d_out_proj = Linear(out_proj.dweights, out_proj.dbiases, adapters=adapters)
+        adapters: tuple[Adapter, ...] = ()
+        if branch.out_proj.adapters:
+            adapters = adapters_backward_(dy, do, branch.out_proj, Input(h), dora.factors)
+        d_out_proj = Linear(out_proj.dweights, dora.biases or out_proj.dbiases, adapters=adapters)
         del h, out_proj
         if g is not None:
             do, dg = gate_backward(do, decoded.o, g)

@@ -13,21 +13,24 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.linear import (
-    Gradient,
+from overcoat.block.adapters import (
+    FactorGradients,
     Input,
     adapter_gradients,
     add_adapters_,
     add_input_gradient_,
     before_factors,
-    dgrad,
     has_factors,
+    stack_adapters,
+)
+from overcoat.block.linear import (
+    Gradient,
+    dgrad,
     linear_block_gemm,
     linear_gemm,
     quantize_blocks_of,
     quantize_gradient,
     split_gradients,
-    stack_adapters,
     wgrad,
 )
 from overcoat.block.spec import Adapter, Branch, ForwardScales, Linear, Tables
@@ -125,10 +128,10 @@ class Mlp(NamedTuple):
         """Return the gradients of z and of the output layer; pop one entry of `saved`."""
         entry, out_proj = saved.pop(), branch.out_proj
         assert entry.group_amax.shape[1] == 1 + self.gated
-        dfactors: list[Optional[Tensor]] = []
+        dora = FactorGradients()
         if out_proj.adapters and has_factors(out_proj):
             inputs, dy_amax = self._decoded(entry, recipe, dy.dtype), None
-            dy, dfactors = before_factors(dy, out_proj, inputs, entry.w_amax, recipe)
+            dy, dora = before_factors(dy, out_proj, inputs, entry.w_amax, recipe)
             del inputs
         d = quantize_gradient(dy, out_proj, recipe, dy_amax, out_proj_needs_grad)
         dh = dgrad(d, out_proj, entry.w_amax)
@@ -142,12 +145,13 @@ class Mlp(NamedTuple):
         adapters: tuple[Adapter, ...] = ()
         if out_proj.adapters:
             inputs = self._decoded(entry, recipe, dy.dtype)
-            adapters = adapter_gradients(dy, g, out_proj, stacked, inputs, dfactors)
+            adapters = adapter_gradients(dy, g, out_proj, stacked, inputs, dora.factors)
             del inputs
         del entry, h_t
+        dweights, dbiases = split_gradients(dweight, d.sums, out_proj)
         return (
             quantize_blocks_of(dz, branch.in_proj, recipe),
-            Linear(*split_gradients(dweight, d.sums, out_proj), adapters=adapters),
+            Linear(dweights, dora.biases or dbiases, adapters=adapters),
             (),
         )
 

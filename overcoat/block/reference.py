@@ -22,8 +22,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from overcoat.block.adapters import dropped
 from overcoat.block.attention import Heads, Rotary, rotary_of
-from overcoat.block.linear import dropped
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
 
 HIDDEN = -1e30  # an additive mask hides a key by -inf or by less than this

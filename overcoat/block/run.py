@@ -22,16 +22,15 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.linear import (
-    InputSaved,
+from overcoat.block.adapters import (
+    FactorGradients,
     adapters_backward_,
     add_adapters_,
     before_factors,
     has_factors,
     kept_input,
-    stream_linear_forward,
-    with_operands,
 )
+from overcoat.block.linear import InputSaved, stream_linear_forward, with_operands
 from overcoat.block.norm import (
     NormLinearSaved,
     NormSaved,
@@ -140,23 +139,23 @@ def block_backward(
         )
         del d
         entry, in_proj_needs_grad = saved.pop(), any(needs.in_proj.weights)
-        dfactors: list[Optional[Tensor]] = []
+        dora = FactorGradients()
         if branch.in_proj.adapters and has_factors(branch.in_proj):
             inputs = kept_input(entry, branch.pre, recipe, dz.dtype)
-            dz, dfactors = before_factors(dz, branch.in_proj, inputs, entry.w_amax, recipe)
+            dz, dora = before_factors(dz, branch.in_proj, inputs, entry.w_amax, recipe)
         in_proj = in_proj_backward(dz, entry, branch.pre, branch.in_proj, recipe, in_proj_needs_grad)
         assert in_proj.dx is not None
         adapters: tuple[Adapter, ...] = ()
         if branch.in_proj.adapters:
             inputs = kept_input(entry, branch.pre, recipe, in_proj.dx.dtype)
-            adapters = adapters_backward_(dz, in_proj.dx, branch.in_proj, inputs, dfactors)
+            adapters = adapters_backward_(dz, in_proj.dx, branch.in_proj, inputs, dora.factors)
             del inputs
         del dz
         if branch.pre is None:
             dx, dpre, dx_amax = dx + in_proj.dx, None, None
         else:
             dx, dpre, dx_amax = input_gradient(in_proj.dx, dx, entry, branch.pre, recipe)
-        d_in_proj = Linear(in_proj.dweights, in_proj.dbiases, adapters=adapters)
+        d_in_proj = Linear(in_proj.dweights, dora.biases or in_proj.dbiases, adapters=adapters)
         del in_proj, entry
         gradients.append(Branch(branch.mixer, d_in_proj, d_out_proj, d_qk_norm, dpre, dpost))
     return dx, gradients[::-1]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.block import reference
+from overcoat.block.adapters import with_seeds
 from overcoat.block.attention import Attention, Heads, observers
-from overcoat.block.linear import with_seeds
 from overcoat.block.mlp import Mlp
 from overcoat.block.norm import norm_forward
 from overcoat.block.offload import advance_offload, offload_active
