@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from overcoat.estimate.phases import LOSS, Phase, kind_of, measure_step
 from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import drawing
@@ -86,21 +88,24 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
         "predicted": [phase._asdict() for phase in predicted],
         "measured": [phase._asdict() for phase in phases],
     }
-    branches = _branches(state, config)
+    branches, reason = _branches(state, config)
     data["branches"] = [branch._asdict() for branch in branches]
-    text, run_dir = "\n".join([write_table(figures), *table(branches)]), Path(config.train.run_dir)
+    text, run_dir = "\n".join([write_table(figures), *table(branches), *reason]), Path(config.train.run_dir)
     (run_dir / "memory.txt").write_text(text + "\n", encoding="utf-8")
     (run_dir / "memory.json").write_text(json.dumps(data) + "\n", encoding="utf-8")
     draw_timeline(predicted, phases, run_dir / "memory.png")
     return f"{text}\n{run_dir / 'memory.png'} shows the step's course"
 
 
-def _branches(state: TrainState, config: Config) -> list[BranchBytes]:
-    """Return what each branch saves in a micro-batch of made-up tokens; [] where its layers' weights are elsewhere."""
+def _branches(state: TrainState, config: Config) -> tuple[list[BranchBytes], list[str]]:
+    """Return what each branch saves in a micro-batch of made-up tokens, or [] and why: training goes on without."""
     if process.count() > 1 or config.train.stream:
-        return []
-    batch = tokens(state.model, state.plan.micro_batch, config.data.sequence_length, {})
-    return measure_branches(state.model, decoder_layers(state.model), {**batch, "use_cache": False})
+        return [], ["bytes of branches: not measured, as weights of layers are on other GPUs or in host memory"]
+    try:
+        batch = tokens(state.model, state.plan.micro_batch, config.data.sequence_length, {})
+        return measure_branches(state.model, decoder_layers(state.model), {**batch, "use_cache": False}), []
+    except (torch.OutOfMemoryError, ValueError) as error:
+        return [], [f"bytes of branches: not measured: {' '.join(str(error).split())[:200]}"]
 
 
 def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> Figures:

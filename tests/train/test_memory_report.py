@@ -8,6 +8,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from overcoat.train.config import Config
@@ -59,6 +60,18 @@ def test_a_real_step_is_what_was_predicted(make_config: MakeConfig, console: Con
     assert {row["state"] for row in data["branches"]} == {state}
     assert all(f"{row['after']:,.0f}" in text for row in data["branches"])
     assert (Path(config.train.run_dir) / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_goes_on_where_branches_cannot_be_measured(
+    make_config: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("overcoat.train.memory_report.measure_branches", run_out)
+    config = make_config(*SHORT, "memory.report=true")
+    assert report(config, console)["branches"] == []
+    assert "not measured: CUDA out of memory" in (Path(config.train.run_dir) / "memory.txt").read_text()
 
 
 def test_a_run_resumed_for_one_step_measures_that(make_config: MakeConfig, console: Console) -> None:
