@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from overcoat.extras import load_extra
+from overcoat.kernels.launch import cdiv
 from overcoat.train.config import require
 
 NAME = "overcoat_4bit"  # of the method among transformers' quantization methods
@@ -31,18 +32,26 @@ COMPANIONS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *STATE
 
 def decode(codes: Tensor, companions: Mapping[str, Tensor]) -> Tensor:
     """Return the weight of 4-bit codes, fp32, in its shape; companions: by what follows the weight's name. ValueError:
-    its quant_state is missing."""
+    its quant_state or its scales are missing, or they are not as many as it says."""
     states = [companions[name] for name in STATES if name in companions]
     require(len(states) == 1, "4-bit codes without their quant_state")
     about = json.loads(bytes(states[0].tolist()))
-    pairs = codes.flatten().view(torch.uint8)
-    places = torch.stack([pairs >> 4, pairs & 15], 1).flatten()[: math.prod(about["shape"])]
+    pairs, count = codes.flatten().view(torch.uint8), math.prod(about["shape"])
+    require(len(pairs) == cdiv(count, 2), f"{len(pairs)} bytes of 4-bit codes for {count} weights")
+    places = torch.stack([pairs >> 4, pairs & 15], 1).flatten()[:count]
     top = companions["absmax"]
-    if "nested_absmax" in companions:
-        nested = companions["nested_absmax"].repeat_interleave(about["nested_blocksize"])[: len(top)]
+    if "nested_blocksize" in about:
+        nested = _for_each(companions["nested_absmax"], about["nested_blocksize"], len(top))
         top = companions["nested_quant_map"][top.int()] * nested + about["nested_offset"]
     values = companions["quant_map"][places.int()]
-    return values.mul_(top.repeat_interleave(about["blocksize"])[: len(values)]).view(about["shape"])
+    return values.mul_(_for_each(top, about["blocksize"], count)).view(about["shape"])
+
+
+def _for_each(scales: Tensor, block: int, count: int) -> Tensor:
+    """Return the scale of each of `count` values, of consecutive blocks."""
+    fits = scales.is_floating_point() and len(scales) == cdiv(count, block)
+    require(fits, f"{len(scales)} scales in {scales.dtype} for {count} values in blocks of {block}")
+    return scales.repeat_interleave(block)[:count]
 
 
 @functools.cache

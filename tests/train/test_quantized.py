@@ -193,6 +193,22 @@ def test_4_bit_codes_mean_what_bitsandbytes_says(name: str) -> None:
     assert torch.equal(decode(BITSANDBYTES[f"{name}.weight"], companions).to(expected.dtype), expected)
 
 
+@pytest.mark.parametrize("name", ["weight", "absmax", "nested_absmax", "state"])
+@pytest.mark.parametrize("is_long", [False, True])
+def test_4_bit_codes_and_scales_that_do_not_fit_are_refused(name: str, is_long: bool) -> None:
+    """Scales for other blocks would be taken for theirs, and 8-bit codes for scales."""
+    stored, _ = four_bits("weight", torch.zeros(192, 320), double=True)
+    stored = {key.removeprefix("weight."): each for key, each in stored.items()}
+    if name == "state":  # names no double quantization
+        about = json.loads(bytes(stored["quant_state.bitsandbytes__nf4"].tolist()))
+        del about["nested_blocksize"]
+        stored["quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(about).encode()], dtype=torch.uint8)
+    else:
+        stored[name] = torch.cat([stored[name], stored[name][:1]]) if is_long else stored[name][:-1]
+    with pytest.raises(ValueError, match=r"bytes of 4-bit codes|scales in torch"):
+        decode(stored.pop("weight"), stored)
+
+
 def test_scales_of_another_number_are_refused() -> None:
     with pytest.raises(ValueError, match="192 x 320 with 2 x 2 scales"):
         dequantize_blocks(torch.zeros(192, 320), torch.ones(2, 2), (128, 128))
