@@ -359,20 +359,52 @@ def test_checkpoints_and_offload_give_the_same(recipe: Recipe, dora: bool) -> No
     assert_equal(trained(model, inputs), expected)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_compiles_without_graph_breaks(dora: bool, device: torch.device) -> None:
-    model, inputs = adapted(make_model("llama", layers=1), use_dora=dora).to(device), make_batch()
-    inputs = {name: x.to(device) for name, x in inputs.items()}
+def compiled_and_not(model: nn.Module, device: torch.device, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Loss and gradients of a converted model, and of the same with its layers compiled."""
+    model, inputs = model.to(device), {name: x.to(device) for name, x in make_batch(seed=seed).items()}
     overcoat.convert(model)
-    expected = trained(model, inputs)
+    eager = trained(model, inputs)
     torch.compiler.reset()
     for layer in decoder_layers(model).values():
         layer.compile(fullgraph=True, backend="eager" if device.type == "cpu" else "inductor")
     compiled = trained(model, inputs)
-    if device.type == "cpu":
-        assert_equal(compiled, expected)
-    assert compiled.keys() == expected.keys()
-    assert min(sqnr(expected[name], compiled[name]) for name in expected) > 30
+    assert compiled.keys() == eager.keys()
+    return [eager, compiled]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_compiles_without_graph_breaks(dora: bool) -> None:
+    model = adapted(make_model("llama", layers=1), use_dora=dora)
+    eager, compiled = compiled_and_not(model, torch.device("cpu"))
+    assert_equal(compiled, eager)
+
+
+@pytest.mark.gpu
+def test_compiled_adapters_are_the_eager_ones() -> None:
+    eager, compiled = compiled_and_not(adapted(make_model("llama", layers=1)), torch.device("cuda"))
+    assert min(sqnr(eager[name], compiled[name]) for name in eager) > 30
+
+
+@pytest.mark.gpu
+def test_compiled_dora_is_as_close_to_fp64_as_eager_dora() -> None:
+    """Inductor rounds magnitudes over norms otherwise, so other codes follow: 21 dB between the two, which are both 19
+    to 22 dB from FP64."""
+    totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for seed in range(4):
+        model, inputs = (
+            adapted(make_model("llama", layers=1, seed=seed), seed=seed, use_dora=True),
+            make_batch(seed=seed),
+        )
+        exact = trained(copy.deepcopy(model).double(), inputs)
+        both = [
+            {name: x.cpu() for name, x in found.items()}
+            for found in compiled_and_not(model, torch.device("cuda"), seed)
+        ]
+        for name, noise in average_db(exact, *both).items():
+            totals[name] = [a + b for a, b in zip(totals[name], noise)]
+    lost = {name: 10 * math.log10(compiled / eager) for name, (eager, compiled) in totals.items() if name != "loss"}
+    assert len(lost) >= 20
+    assert not {name: round(db, 2) for name, db in lost.items() if not db <= LIMIT_DB}
 
 
 @pytest.mark.parametrize("is_first", [True, False])
