@@ -69,7 +69,9 @@ def torchao_experts(experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> 
 
     def linear(a: Tensor, name: str) -> Tensor:
         weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
-        weight = weight if experts.is_transposed else weight.transpose(-2, -1)
+        weight = weight if experts.is_transposed else weight.mT
+        if weight.stride(-2) != 1:  # it takes columns alone
+            weight = weight.mT.contiguous().mT
         y: Tensor = training._to_fp8_rowwise_then_scaled_grouped_mm(
             a, weight, ends, pad_token_groups_for_grouped_mm=False
         )
