@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import overcoat
@@ -169,7 +169,7 @@ OURS_8BIT = "overcoat 8bit, bf16+8"
 class Trainer(NamedTuple):
     """A contestant: how its layers run, its optimizer (one of `OPTIMIZERS`), whether gradients are released to it,
     whether its weights travel in FP8 between GPUs, whether its layers are streamed from host memory, and how many
-    stay."""
+    stay. offloads: weights, gradients and states are in host memory by FSDP2, and layers are checkpointed."""
 
     engine: Engine
     optimizer: str = OURS_8BIT
@@ -177,6 +177,7 @@ class Trainer(NamedTuple):
     fp8_all_gather: bool = False
     streamed: bool = False
     resident: int = 0
+    offloads: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -190,9 +191,13 @@ class Trainer(NamedTuple):
         if self.engine.compile:
             self.engine.compile(model)
         forward = loss_function(model, context)
+        if self.offloads:  # what runs again takes the same attention
+            again = {"context_fn": lambda: (contextlib.nullcontext(), context())}
+            model.gradient_checkpointing_enable({"use_reentrant": False, **again})
         if sharded:
+            policy = CPUOffloadPolicy(torch.cuda.is_available()) if self.offloads else OffloadPolicy()
             for part in (*map(model.get_submodule, layers), model):
-                fully_shard(part)
+                fully_shard(part, offload_policy=policy)
         if self.fp8_all_gather:
             overcoat.fp8_all_gather(model)
         optimizer = OPTIMIZERS[self.optimizer].make([each for each in model.parameters() if each.requires_grad])
@@ -232,6 +237,7 @@ TRAINERS = {
     "overcoat leanest, streamed": Trainer(LEANEST, streamed=True),
     "overcoat leanest, offload, released": Trainer(LEANEST, "overcoat 8bit, bf16+8, offload", released=True),
     "bf16 eager, torch AdamW": Trainer(BF16, TORCH),
+    "bf16 eager, torch AdamW, FSDP2 CPU offload": Trainer(BF16, TORCH, offloads=True),
     "bf16 compile, torch AdamW": Trainer(ENGINES["bf16 compile"], TORCH),
     "bf16 compile, graphs, torch AdamW": Trainer(ENGINES["bf16 compile, graphs"], TORCH),
     "bf16 compile, FlashAdamW": Trainer(ENGINES["bf16 compile"], FLASH),

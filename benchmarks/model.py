@@ -265,7 +265,9 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
     trainers = {name: trainer_of(name) for name in [*TRAINERS, *added]}
     # A graph would hold parameters where one gathering had put them; one GPU alone gathers nothing.
     able = [
-        name for name, t in trainers.items() if not (t.engine.graphs or t.streamed if parsed.gpus else t.fp8_all_gather)
+        name
+        for name, t in trainers.items()
+        if not (t.engine.graphs or t.streamed if parsed.gpus else t.fp8_all_gather or t.offloads)
     ]
     equal = [at(parsed.batch, name) for name in able if matches(name, parsed.only)]
     if parsed.best:

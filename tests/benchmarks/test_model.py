@@ -138,10 +138,14 @@ def test_models_that_see_train_with_their_tower_or_without(name: str, kind: str,
 
 
 @pytest.mark.parametrize(
-    "name", ["overcoat fp8 all-gather", pytest.param("overcoat released", marks=pytest.mark.nightly)]
-)
+    "name",
+    [
+        "overcoat fp8 all-gather", pytest.param("overcoat released", marks=pytest.mark.nightly),
+        "bf16 eager, torch AdamW, FSDP2 CPU offload",
+    ],
+)  # fmt: skip
 def test_a_model_under_fsdp(name: str) -> None:
-    """Ours, in a process of its own as on GPUs."""
+    """In a process of its own as on GPUs."""
     figures = measure(name, Work(SMALL, 2, 32, gpus=1), 2, "cpu")
     assert figures["tokens_per_second"] == pytest.approx(2 * 32 / figures["ms"] * 1e3)
     assert abs(figures["loss"] - math.log(320)) < 1
