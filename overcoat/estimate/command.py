@@ -63,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"between host and GPU, each way: 48GB/s (default {PCIE_BOTH / 1e9:.0f}GB/s)",
     )  # fmt: skip
     parser.add_argument("--host-memory", type=memory_size, metavar="SIZE", help="of the host, with --stream: 256GB")
+    parser.add_argument(
+        "--expert-load", type=float, metavar="X", default=1.0,
+        help="tokens of the busiest expert over the mean, as a run logs them: changes the time (default 1: even)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
     parser.set_defaults(function=run)
     setup = parser.add_argument_group("how it is trained, with --model", argument_default=argparse.SUPPRESS)
@@ -158,7 +162,11 @@ def run(parsed: argparse.Namespace) -> int:
     predictor, batch, sequence, setup, note = _what(parsed, cluster)
     prediction = predictor.predict(batch, sequence, setup, cluster.sharding)
     check_converted(prediction.report)  # as the training does
-    times = predictor.times(batch, sequence, setup, cluster) if setup.dtype == "bfloat16" else None
+    load, times = parsed.expert_load, None
+    if setup.dtype == "bfloat16":
+        times = predictor.times(batch, sequence, setup, cluster, load)
+    elif load != 1:
+        raise ValueError(f"--expert-load {load:g} changes the time, which is predicted of BF16 parameters only")
     room = advice = None
     if parsed.gpu_memory is not None:
         room = Room(predictor, batch, sequence, cluster.sharding, parsed.gpu_memory)
@@ -168,7 +176,7 @@ def run(parsed: argparse.Namespace) -> int:
         data = table.as_data(prediction, room, advice)
         if times is not None:
             seconds = {**times._asdict(), "step": times.step}
-            data |= {"seconds": seconds, "tokens_per_second_per_gpu": tokens / times.step}
+            data |= {"seconds": seconds, "tokens_per_second_per_gpu": tokens / times.step, "expert_load": load}
         data |= {"gpus": parsed.gpus, "nodes": parsed.nodes}
         print(json.dumps({"model": parsed.model or parsed.config, **data}))
         return 0

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from overcoat.block.linear import GatheredWeight
-from overcoat.estimate.times import Work, tensors_in, work_of
+from overcoat.estimate.times import Grouped, Work, tensors_in, work_of
 from overcoat.estimate.workspaces import aligned, workspace
 from overcoat.kernels.loss import linear_cross_entropy
 
@@ -47,7 +47,7 @@ class Done(NamedTuple):
     """An op that has run: how to make its result again, its work (times.py), and the bytes of its workspace."""
 
     recipe: Any
-    work: tuple[str, float] | None
+    work: tuple[str | Grouped, float] | None
     workspace: int
 
     def result(self, args: Any) -> Any:

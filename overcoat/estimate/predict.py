@@ -160,10 +160,15 @@ class Predictor:
         )
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
-    def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
-        """Predict the seconds of a step."""
+    def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE, expert_load: float = 1.0) -> Times:
+        """Predict the seconds of a step.
+
+        expert_load: tokens of the busiest expert over the mean of its layer, as a run logs it. ValueError: no experts
+            compute in FP8, or they cannot have so many.
+        """
         gpus = cluster.sharding
         model, run = self._run(batch, sequence, setup, gpus)
+        run.work.check_load(expert_load)
         matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
         lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers), model.held)
         trained = sum(part_bytes(each, gpus) for each in model.parameters if each.requires_grad)
@@ -177,7 +182,7 @@ class Predictor:
             stepped = sum(each.nbytes for each in model.parameters if id(each) in moved and each.requires_grad)
             crossing, states, host = Crossing(code_bytes(layers), stepped + host), states + host, 0
         sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host, work, crossing)
-        return step_times(run.work, sizes, setup.accumulation, setup.releases, cluster)
+        return step_times(run.work, sizes, setup.accumulation, setup.releases, cluster, expert_load)
 
     def _streamed(self, model: Trained, setup: Setup, gpus: int) -> tuple[Layer, ...]:
         """Return the layers that are streamed; ValueError: none can be."""

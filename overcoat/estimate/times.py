@@ -1,7 +1,7 @@
 """Predict the time of a training step on H200s or H100s, from a dry run's ops and measured rates of kernels.
 
     GEMMs        2 M N K operations, by the kind of operands      gemm.jsonl; BF16 and block scales: model.jsonl
-    experts      2 M N K of the tokens that chose them, or their bytes if that takes longer
+    experts      2 M N K of the tiles that the tokens of each expert fill, or their bytes if that takes longer
     attention    2 S^2 operations a column, 5 backward            attention.jsonl
     the rest     bytes: every tensor that an op is given is read, every one that it makes or mutates is written
                                                                   kernels.jsonl
@@ -17,6 +17,8 @@ every measured run in them.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
 from typing import Any, NamedTuple, Optional
 
@@ -73,9 +75,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, float]]:
-    """Return an op's kind and its operations, bytes or, for attention, seconds, as `__torch_dispatch__` sees it.
-    None: it launches nothing."""
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str | Grouped, float]]:
+    """Return an op's kind and its operations, bytes or, for attention, seconds, as `__torch_dispatch__` sees it; of a
+    GEMM of experts all of it, and 1. None: it launches nothing."""
     name = func.overloadpacket.__name__
     if func.is_view or name in _FREE or not tensors_in((args, out)):
         return None
@@ -98,35 +100,68 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, 
     if name == "addmm_":
         return "bf16", 2 * args[1].numel() * args[2].shape[1]
     moved = _moved(func, args, kwargs, out) + 2 * copied(func, args)
-    grouped = _grouped_products(func, args)
-    # All weights are read or written, however few tokens chose their expert.
-    return grouped if grouped is not None and grouped[1] / PRODUCTS[grouped[0]] > moved / MEMORY else ("bytes", moved)
+    if func is torch.ops.aten._grouped_mm.default:
+        operations = 2 * args[0].numel() * args[1].shape[-1]
+        return ("bf16", operations) if operations / PRODUCTS["bf16"] > moved / MEMORY else ("bytes", moved)
+    grouped = _grouped(func, args, moved)
+    return ("bytes", moved) if grouped is None else (grouped, 1)
 
 
-def _grouped_products(func: Any, args: Any) -> Optional[tuple[str, float]]:
-    """Return the kind and operations of a GEMM of experts, None of other ops: each pair of a token and an expert is
-    multiplied once, however they are spread."""
+class Grouped(NamedTuple):
+    """A GEMM of experts. kind: of operands; pairs: of a token and one of its `experts`; rows: slots of a tile;
+    per_slot: operations of a slot; moved: bytes; tokens: those of the pairs, 0 if unknown."""
+
+    kind: str
+    pairs: int
+    experts: int
+    rows: int
+    per_slot: int
+    moved: int
+    tokens: int = 0
+
+    def operations(self, load: float = 1.0) -> int:
+        """Return the operations in tiles that hold a pair. load: the busiest expert's pairs over the mean."""
+        return filled_tiles(self.pairs, self.experts, self.rows, load) * self.rows * self.per_slot
+
+    def seconds(self, load: float, memory: float) -> float:
+        """Return the seconds on the GPU: all weights are read or written, however few tokens chose their expert."""
+        return max(self.operations(load) / PRODUCTS[self.kind], self.moved / (memory * MEMORY))
+
+
+@functools.cache
+def filled_tiles(pairs: int, experts: int, rows: int, load: float) -> int:
+    """Return how many tiles of `rows` slots hold a pair, if the numbers of the experts' pairs fall evenly, from `load`
+    times the mean: with a load above 2 down to none for the last ones."""
+    visited = min(experts, int(2 * experts / load))
+    step = 2 * (visited * load - experts) / (visited * (visited - 1)) if visited > 1 else 0.0  # in means
+    sums = [round(pairs / experts * (n * load - step * n * (n - 1) / 2)) for n in range(visited + 1)]
+    return sum(-(-(end - start) // rows) for start, end in itertools.pairwise(sums))
+
+
+def _grouped(func: Any, args: Any, moved: int) -> Optional[Grouped]:
+    """Return the work of a GEMM of experts in FP8, None of other ops."""
     if func is grouped_gemm:
-        _, _, b, experts, *_ = args
+        a, chosen, b, experts, *_ = args
         (count, columns, depth), tiles = b.shape, experts.shape[0]
-        slots = args[0].shape[0] if args[1] is None else args[1].shape[0]
-        return "fp8", 2 * pair_count(tiles, count, slots // max(tiles, 1)) * columns * depth
+        rows = (a if chosen is None else chosen).shape[0] // max(tiles, 1)
+        tokens = 0 if chosen is None else a.shape[0]
+        return Grouped("fp8", pair_count(tiles, count, rows), count, rows, 2 * columns * depth, moved, tokens)
     if func is grouped_wgrad:
         a, b, bounds, rows, *_, fast = args
-        pairs = pair_count(a.shape[1] // rows, bounds.shape[0] - 1, rows)
-        return "fp8" if fast else "fp8 exact", 2 * pairs * a.shape[0] * b.shape[0]
-    if func is torch.ops.aten._grouped_mm.default:
-        return "bf16", 2 * args[0].numel() * args[1].shape[-1]
+        count = bounds.shape[0] - 1
+        pairs, per_slot = pair_count(a.shape[1] // rows, count, rows), 2 * a.shape[0] * b.shape[0]
+        return Grouped("fp8" if fast else "fp8 exact", pairs, count, rows, per_slot, moved)
     return None
 
 
-class Work(defaultdict[tuple[bool, str], float]):
-    """Work of ops: operations, bytes and launches, by (whether in the backward, kind); attention in seconds."""
+class Work(defaultdict[tuple[bool, "str | Grouped"], float]):
+    """Work of ops: operations, bytes and launches, by (whether in the backward, kind); attention in seconds; GEMMs of
+    experts: how many are alike."""
 
     def __init__(self) -> None:
         super().__init__(float)
 
-    def add(self, kind: str, amount: float, backward: bool) -> None:
+    def add(self, kind: str | Grouped, amount: float, backward: bool) -> None:
         """Add an op's work (`work_of`)."""
         self[backward, "launches"] += 1
         self[backward, kind] += amount
@@ -136,9 +171,28 @@ class Work(defaultdict[tuple[bool, str], float]):
         for key, amount in other.items():
             self[key] += amount
 
-    def seconds(self, backward: bool, memory: float = 1.0) -> float:
-        """Return the seconds on the GPU, without the host; memory: the GPU's bandwidth relative to an H200's."""
+    def check_load(self, load: float) -> None:
+        """Raise ValueError if the busiest expert cannot have `load` times the mean of tokens."""
+        if load == 1:
+            return
+        grouped = [kind for _, kind in self if isinstance(kind, Grouped) and kind.tokens]
+        if not grouped:
+            raise ValueError(f"expert load {load:g}: no experts compute in FP8, whose time it changes; leave it out")
+        most = min(each.experts * each.tokens / each.pairs for each in grouped)
+        # `pair_count` is exact to a tile.
+        if not load >= 1 or any(load * (each.pairs - each.rows) > each.experts * each.tokens for each in grouped):
+            limit = f"expert load {load:g}: from 1, an even load, to {most:.3g}, where every token visits the expert"
+            raise ValueError(limit)
+
+    def seconds(self, backward: bool, memory: float = 1.0, load: float = 1.0) -> float:
+        """Return the seconds on the GPU, without the host; memory: the GPU's bandwidth relative to an H200's; load: the
+        tokens of the busiest expert over the mean."""
         products = sum(self[backward, kind] / rate for kind, rate in PRODUCTS.items())
+        products += sum(
+            count * kind.seconds(load, memory)
+            for (back, kind), count in self.items()
+            if back == backward and isinstance(kind, Grouped)
+        )
         passes = self[backward, "bytes"] / (memory * MEMORY) + self[backward, "launches"] * LAUNCH
         return products + passes + self[backward, "attention"]
 
@@ -242,10 +296,12 @@ class Times(NamedTuple):
         return max(self.crossing[0] / self.forward, self.crossing[1] / self.backward)
 
 
-def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, cluster: Cluster) -> Times:
-    """Return the predicted times of an optimizer step of several micro-batches."""
+def step_times(
+    work: Work, sizes: Sizes, accumulation: int, released: bool, cluster: Cluster, load: float = 1.0
+) -> Times:
+    """Return the predicted times of an optimizer step of several micro-batches. load: of the busiest expert."""
     memory = GPUS[cluster.gpu]
-    ahead, back = (accumulation * work.seconds(backward, memory) for backward in (False, True))
+    ahead, back = (accumulation * work.seconds(backward, memory, load) for backward in (False, True))
     optimizer = (4 * sizes.trained + 2 * sizes.states) / (memory * ADAMW) + sizes.orthogonalizing / PRODUCTS["bf16"]
     links = 0.0
     if cluster.sharding > 1:

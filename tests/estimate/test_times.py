@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+import torch
 
 from overcoat import Recipe, cli
 from overcoat.estimate import Predictor, Setup
@@ -14,11 +16,15 @@ from overcoat.estimate.times import (
     MEMORY,
     NVLINK,
     PCIE_BOTH,
+    PRODUCTS,
     Cluster,
+    Grouped,
     Sizes,
     Work,
+    filled_tiles,
     step_times,
 )  # fmt: skip
+from overcoat.kernels.grouped import route, tile_count
 from tests.benchmarks.peers import EXPERTS, SMALL
 
 GB = 10**9
@@ -91,11 +97,22 @@ WIDE_EXPERTS = EXPERTS.changed(hidden_size=1024, intermediate_size=1024)
 WIDTH, HEAD = 1024, 1024 * 320
 
 
+def by_operands(work: Work) -> Work:
+    """Work with the GEMMs of experts among the others, if they take longer than their bytes."""
+    found = Work()
+    for (backward, kind), amount in work.items():
+        if not isinstance(kind, Grouped):
+            found[backward, kind] += amount
+        elif kind.operations() / PRODUCTS[kind.kind] > kind.moved / MEMORY:
+            found[backward, kind.kind] += amount * kind.operations()
+    return found
+
+
 @pytest.mark.parametrize(("tokens", "multiplied", "exact"), [(64, 0, 0), (8192, 1, 0), (65536, 1, 1)])
 def test_experts_multiply_the_tokens_that_chose_them_in_fp8(tokens, multiplied, exact):
     """Top k of them, not all; few tokens take as long as the weights of all experts are read, which counts as bytes.
     Weight gradients of many tokens are added exactly."""
-    work = Predictor(WIDE_EXPERTS.config())._run(1, tokens, Setup(), 1)[1].work
+    work = by_operands(Predictor(WIDE_EXPERTS.config())._run(1, tokens, Setup(), 1)[1].work)
     # Of two layers: attention and 2 of 8 experts; routers and the head stay in BF16.
     products = 2 * 2 * tokens * WIDTH * (3 * WIDTH + 2 * 3 * WIDTH * multiplied)
     routers = 2 * 2 * tokens * WIDTH * 8
@@ -109,6 +126,61 @@ def test_experts_multiply_the_tokens_that_chose_them_in_bf16(tokens, multiplied)
     work = Predictor(WIDE_EXPERTS.config())._run(1, tokens, Setup(Recipe.bf16()), 1)[1].work
     expected = 2 * tokens * (2 * WIDTH * (3 * WIDTH + 2 * 3 * WIDTH * multiplied + 8) + HEAD)
     assert (work[False, "bf16"], work[True, "bf16"]) == (expected, 2 * expected)
+
+
+def loads(pairs: int, experts: int, load: float) -> torch.Tensor:
+    """Numbers of the experts' pairs on a line from the busiest down, the last at 0 if the others' sum asks for it."""
+    low, high = 0.0, load * load
+    for _ in range(100):
+        slope = (low + high) / 2
+        line = (load - slope * torch.arange(experts, dtype=torch.float64) / experts).clamp(min=0)
+        low, high = (slope, high) if line.sum() > experts else (low, slope)
+    ends = (line.cumsum(0) * pairs / experts).round().long()
+    return ends.diff(prepend=torch.zeros(1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("load", [1.0, 1.3, 2.0, 5.0, 16.0])
+def test_tiles_of_uneven_experts_are_those_that_routing_fills(load):
+    """Of Qwen3-30B-A3B's 128 experts and 8 a token, and 4096 tokens: 256 pairs an expert."""
+    experts, rows, pairs = 128, 128, 8 * 4096
+    counts = loads(pairs, experts, load)
+    assert counts.sum() == pairs
+    assert counts.max() == pytest.approx(load * pairs / experts, rel=0.06)
+    bounds = route(torch.arange(experts).repeat_interleave(counts)[:, None], experts, rows)[3]
+    assert filled_tiles(pairs, experts, rows, load) == pytest.approx(int(bounds[-1]), abs=3)
+    assert filled_tiles(pairs, experts, rows, load) <= tile_count(pairs, experts, rows)
+
+
+def test_of_an_uneven_load_only_the_tiles_take_time():
+    """Even: 2048 pairs an expert, 16 tiles. Uneven: 24, 22, 20, 18, 15, 13, 11 and 8."""
+    predictor, tokens, setup = Predictor(WIDE_EXPERTS.config()), 8192, Setup()
+    even, uneven = (predictor.times(1, tokens, setup, expert_load=load) for load in (1.0, 1.5))
+    tiles = [filled_tiles(2 * tokens, 8, 128, load) for load in (1.0, 1.5)]
+    assert tiles == [128, 131]
+    # Of two layers: gate, up and down.
+    more = 2 * 2 * (tiles[1] - tiles[0]) * 128 * 3 * WIDTH * WIDTH
+    assert uneven.forward - even.forward == pytest.approx(more / PRODUCTS["fp8"])
+    assert uneven.backward - even.backward == pytest.approx(2 * more / PRODUCTS["fp8"])
+    assert uneven[2:] == even[2:]
+
+
+@pytest.mark.parametrize("load", [0.5, 4.1, math.nan, math.inf])
+def test_a_load_that_no_expert_can_have_is_refused(load):
+    with pytest.raises(ValueError, match="from 1, an even load, to 4, where every token visits the expert"):
+        Predictor(WIDE_EXPERTS.config()).times(1, 8192, Setup(), expert_load=load)
+
+
+def test_the_command_takes_the_busiest_experts_load(capsys):
+    words = ["estimate", "--model", "olmoe-1b-7b", "--batch", "4", "--json", "--expert-load"]
+    found = []
+    for load in ("1", "1.6"):
+        assert cli.main([*words, load]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[1]["seconds"]["forward"] > found[0]["seconds"]["forward"]
+    assert found[1]["components"] == found[0]["components"]
+    for other in (["--model", "124m"], ["--model", "olmoe-1b-7b", "--dtype", "float32"]):
+        assert cli.main(["estimate", *other, "--expert-load", "2"]) == 2
+        assert "load 2" in capsys.readouterr().err
 
 
 def test_the_command_says_how_fast(capsys):
