@@ -18,11 +18,11 @@ def test_errors_other_than_refusals_are_no_cells() -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        support.outcome(fails, support.RECIPES["default"])
+        support.outcome(fails, support.PLAIN["default"])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", support.RECIPES)
+@pytest.mark.parametrize("name", support.PLAIN)
 def test_recipes_work_in_cuda_graphs(name: str) -> None:
-    """The column that a CPU cannot run."""
-    support.with_graphs(support.RECIPES[name])
+    """The row that a CPU cannot run."""
+    support.with_graphs(support.PLAIN[name])
