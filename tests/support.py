@@ -313,6 +313,7 @@ OPTIONS = {
     "train.epochs": ["train.epochs=3"],
     "train.fp8_every": ["train.fp8_every=10"],
     "lora.rank": ["lora.rank=8"],
+    "lora.dora": ["lora.rank=8", "lora.dora=true"],
     "recipe.frozen_weights": ["lora.rank=8", "recipe.frozen_weights=fp8"],
     "lora.merge": ["lora.rank=8", "lora.merge=true"],
     "model.freeze": ["model.freeze=vision_tower"],

@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_argument("--reduce-dtype", choices=DTYPES, help="in which FSDP2 sums gradients (default: in theirs)")
     setup.add_argument("--all-gather", choices=("fp8", "bf16"), help="gathered weights: overcoat.fp8_all_gather")
     setup.add_argument("--lora", type=positive, dest="lora_rank", metavar="R", help="train adapters of rank R alone")
+    setup.add_argument("--dora", action="store_true", help="with --lora: adapters are DoRA's")
     setup.add_argument("--freeze-tower", action="store_true", help="do not train a vision-language model's tower")
     setup.add_argument(
         "--image-side", type=positive, metavar="PIXELS", help=f"of the image in each row, if not fixed (default {SIDE})"

@@ -105,7 +105,7 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     if setup.lora_rank:
         with META:
-            model = add_lora(model, setup.lora_rank, targets=setup.lora_targets)
+            model = add_lora(model, setup.lora_rank, targets=setup.lora_targets, use_dora=setup.dora)
     parameters, matrices = tuple(model.parameters()), hidden_matrices(model)
     report = convert(model, setup.recipe)
     _order_rows(model)

@@ -34,6 +34,7 @@ class Setup:
         freeze_tower: a vision-language model's tower is not trained.
         lora_rank: of the adapters that are trained instead of the model; 0: none.
         lora_targets: layers that get adapters, by the end of their names.
+        dora: the adapters are DoRA's.
 
     Raises:
         ValueError: a value is not known, or two of them exclude each other.
@@ -55,6 +56,7 @@ class Setup:
     freeze_tower: bool = False
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = (ALL,)
+    dora: bool = False
     reduce_dtype: str | None = None
     all_gather: str = "bf16"
     replicated: bool = False
@@ -76,6 +78,8 @@ class Setup:
             raise ValueError(f"group_size {self.group_size!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
         if self.accumulation < 1:
             raise ValueError(f"accumulation {self.accumulation!r} must be at least 1, forward passes in a step")
+        if self.dora and not self.lora_rank:
+            raise ValueError("dora is for adapters alone: add lora, their rank, or leave it out")
         if self.resident and not self.stream:
             raise ValueError(f"resident {self.resident} is for stream alone: add it, or leave resident out")
         if self.releases and self.accumulation > 1:

@@ -73,7 +73,9 @@ def add_adapters(
         "trainable_token_indices": rows,
     }
     with error_context(f"lora.targets = {section.targets}: "):
-        return add_lora(model, section.rank, section.alpha, section.targets, section.dropout, **options)
+        return add_lora(
+            model, section.rank, section.alpha, section.targets, section.dropout, use_dora=section.dora, **options
+        )
 
 
 def new_adapters(model: Any, folder: str) -> Any:

@@ -169,6 +169,7 @@ def training_setup(config: Config, plan: BatchPlan, cluster: Cluster = ONE) -> S
         document_mask=config.data.masks_documents,
         lora_rank=config.lora.rank,
         lora_targets=tuple(config.lora.targets),
+        dora=config.lora.dora,
         reduce_dtype=config.parallel.reduce_dtype,
         all_gather=config.parallel.all_gather,
         replicated=cluster.sharding < cluster.gpus or num_shards(config.parallel) < process.count(),

@@ -120,6 +120,16 @@ def _combined(config: Config) -> list[Row]:
             "new adapters fit only the model that lora.merge_start makes: set lora.merge = true to export it",
         ),
         (
+            "lora.dora",
+            lora.dora and lora.dropout > 0 and config.recipe.name != "bf16",
+            "with lora.dropout layers would run their own forward, not FP8: set that to 0",
+        ),
+        (
+            "lora.dora",
+            lora.dora and train.stream,
+            "reads the weights in 16 bits for the norms of their rows, which train.stream does not move: drop one",
+        ),
+        (
             "recipe.frozen_weights",
             config.recipe.frozen_weights == "fp8" and train.stream,
             "train.stream moves weights that are whole: drop one of both",
@@ -285,6 +295,7 @@ def _unused(config: Config) -> list[Row]:
     lora, has_adapters = config.lora, config.model.holds_adapters
     return [
         ("lora.merge", lora.merge and not (lora.rank or has_adapters), "there are no adapters to merge: set lora.rank"),
+        ("lora.dora", lora.dora and not lora.rank, "there are no new adapters: set lora.rank, or drop it"),
         ("lora.merge_start", lora.merge_start and not has_adapters, "model.name holds no adapters; drop it"),
         *(
             (f"eval.{name}", bool(getattr(tasks, name)) and not tasks.tasks, "no eval.tasks; set them or drop it")

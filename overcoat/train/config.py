@@ -88,6 +88,7 @@ class LoraConfig:
     alpha: float = option(16.0, "what adapters add is scaled by alpha / rank", above=0)
     dropout: float = option(0.0, "share of an adapter's input that is zero, drawn anew each time", at_least=0, below=1)
     targets: list[str] = option(["all-linear"], 'layers that get adapters, by the end of their names, or "all-linear"')
+    dora: bool = option(False, "DoRA: adapters that also train a magnitude of each row of their weight")
     merge_start: bool = option(False, "merge the adapters that model.name holds into their model, and train that")
     merge: bool = option(False, "export the model with its adapters merged in, instead of the adapters")
 

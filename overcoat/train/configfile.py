@@ -34,6 +34,7 @@ LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is inf
 # Options of transformers' Trainer and of TRL, and the keys they correspond to.
 TRAINER_OPTIONS = {
     "model_name_or_path": "model.name", "torch_dtype": "model.dtype", "lora_r": "lora.rank",
+    "use_dora": "lora.dora",
     "dataset_name": "data.dataset", "dataset_text_field": "data.text_key",
     "output_dir": "train.run_dir", "resume_from_checkpoint": "train.resume",
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",

@@ -55,6 +55,15 @@ def test_adapters_train_in_the_memory_of_a_frozen_model(capsys):
         assert plain["components"]["weights"] - held["components"]["weights"] == in_layers // gpus
 
 
+def test_dora_adds_a_magnitude_for_each_row(capsys):
+    words = ["--model", "124m", "--json", "--seq", "256", "--lora", "8"]
+    plain, dora = (json.loads(estimate(capsys, *words, *more)) for more in ([], ["--dora"]))
+    assert dora["parameters"] - plain["parameters"] == 12 * (4 * 768 + 2 * 2560 + 768)
+    assert dora["setup"]["dora"] is True
+    assert cli.main(["estimate", "--model", "124m", "--dora"]) == 2
+    assert "add lora" in capsys.readouterr().err
+
+
 def test_what_fits_and_what_to_change(capsys, tmp_path):
     MODELS["124m"].changed(num_hidden_layers=4, vocab_size=1024).config().save_pretrained(tmp_path)
     words = ["--model", str(tmp_path), "--batch", "4", "--gpu-memory", "1550MB", "--json"]

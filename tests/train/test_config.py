@@ -82,6 +82,7 @@ REFUSALS = [
     (f"{RELEASED} train.accumulation=2", "train.accumulation = 2: optimizer.release_gradients"),
     (f"{RELEASED} {AUTO}", "train.batch_size = 'auto'"),
     ("lora.merge=true", "set lora.rank"),
+    ("lora.dora=true", "set lora.rank"),
     ("model.name=", "model.name"),
     ("model.config.model_type=llama", "not both"),
     ("model.name= model.config.model_type=llama model.freeze=a", "model.freeze = ['a']: wants a model.name"),

@@ -62,6 +62,36 @@ def test_adapters_alone_are_trained_in_fp8_layers(lora_config: Any, console: Con
         assert torch.equal(parameter, other.get(name, other.get(name.replace(".weight", ".base_layer.weight")))), name
 
 
+@pytest.mark.parametrize("held", ["bf16", "fp8"])
+def test_dora_trains_magnitudes_in_fp8_layers(held: str, lora_config: Any, console: Console, tmp_path: Path) -> None:
+    """Two steps, exported as peft's; merged, they are the model with these adapters."""
+    words = (
+        "lora.dora=true",
+        "train.steps=2",
+        "schedule.warmup_steps=0",
+        f"recipe.frozen_weights={held}",
+        "optimizer.clip=0",
+    )
+    run(lora_config(*words), console)
+    assert "2 of 2 decoder layers train in FP8" in text_of(console)
+    assert "DoRA of rank 4" in text_of(console)
+    adapters = load_file(tmp_path / "run/export/adapter_model.safetensors")
+    assert len(adapters) == 2 * 7 * 3  # layers, linear layers in each, A, B and magnitudes
+    assert all(tensor.dtype == torch.float32 for tensor in adapters.values())
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).state_dict()
+    magnitudes = {name: each for name, each in adapters.items() if "magnitude" in name}
+    assert len(magnitudes) == 14
+    for name, trained in magnitudes.items():
+        weight = base[name.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
+        begun = weight.float().norm(dim=1)
+        assert 1e-3 < (trained - begun).abs().max() < 0.1, name  # two steps of 1e-2, and the rounding of FP8 or BF16
+    if held == "bf16":
+        run(lora_config(*words, "lora.merge=true"), console)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/export", dtype=torch.bfloat16).state_dict()
+        assert merged.keys() == base.keys()
+        assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+
+
 def test_frozen_modules_get_no_adapters(lora_config: Any) -> None:
     model = build_model(lora_config("model.freeze=layers.0"), None, CPU)
     adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
@@ -91,8 +121,10 @@ def _run(_rank: int, *configs: Config) -> None:
         run_once(config, Console(quiet=True), "many")
 
 
-@pytest.mark.parametrize("held", ["bf16", "fp8"])
-def test_two_processes_train_the_same_adapters(held: str, lora_config: Any, console: Console, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("held", "dora"), [("bf16", "false"), ("fp8", "false"), ("bf16", "true"), ("fp8", "true")])
+def test_two_processes_train_the_same_adapters(
+    held: str, dora: str, lora_config: Any, console: Console, tmp_path: Path
+) -> None:
     """And go on from one process' checkpoint, as one process does from theirs; bases are in neither."""
     words = (
         "train.batch_size=1",
@@ -100,6 +132,7 @@ def test_two_processes_train_the_same_adapters(held: str, lora_config: Any, cons
         "eval.rows=2",
         "checkpoint.keep=9",
         f"recipe.frozen_weights={held}",
+        f"lora.dora={dora}",
     )
 
     def config(name: str, resumed: str) -> Config:
@@ -117,7 +150,8 @@ def test_two_processes_train_the_same_adapters(held: str, lora_config: Any, cons
         mine, other = (load_file(tmp_path / each / "export/adapter_model.safetensors") for each in (name, "run"))
         for key, tensor in mine.items():
             torch.testing.assert_close(tensor, other[key], rtol=0, atol=2e-3)
-    assert sum(path.stat().st_size for path in newest(tmp_path / "two").glob("*.safetensors")) < 200_000
+    limit = {"false": 200_000, "true": 240_000}[dora]  # bytes; the base has 655,360
+    assert sum(path.stat().st_size for path in newest(tmp_path / "two").glob("*.safetensors")) < limit
 
 
 @pytest.mark.parametrize("many", [1, 2])
@@ -138,7 +172,8 @@ def test_merged_it_is_a_model_of_its_own(many: int, lora_config: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("train.accumulation=2", "recipe.name=leanest", "lora.targets=['q_proj', 'up_proj']")]
+    "words",
+    [(), ("lora.dora=true",), ("train.accumulation=2", "recipe.name=leanest", "lora.targets=['q_proj', 'up_proj']")],
 )
 def test_a_step_takes_the_memory_that_was_predicted(words: tuple[str, ...], lora_config: Any, console: Console) -> None:
     config = lora_config("train.steps=3", "memory.report=true", "data.sequence_length=64", "lora.rank=16", *words)
@@ -172,6 +207,8 @@ def test_what_does_not_go_with_adapters_is_refused(lora_config: Any, make_config
             ("memory.report=true", 'tokenizer.add_tokens=["<a>"]'),
             r"memory\.report = True: does not go with tokenizer\.add_tokens",
         ),
+        (("lora.dora=true", "lora.dropout=0.1"), r"lora\.dora = True: with lora\.dropout"),
+        (("lora.dora=true", "train.stream=true", "optimizer.clip=0"), r"lora\.dora = True: reads the weights"),
         (
             ("train.batch_size=auto", "train.global_batch_size=4", "model.freeze=embed_tokens"),
             r"train\.batch_size = .auto.: does not go with model\.freeze",
