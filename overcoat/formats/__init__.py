@@ -19,6 +19,7 @@ from overcoat.formats.float8 import (
     dequantize_tensor,
     quantize_blocks,
     quantize_tensor,
+    scale_blocks,
     scale_from_amax,
 )
 from overcoat.formats.groups import (

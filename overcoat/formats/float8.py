@@ -111,16 +111,20 @@ def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Qu
 
 def dequantize_blocks(q: Quantized, block: tuple[int, int]) -> Tensor:
     """Decode `quantize_blocks`, FP32."""
-    blocks = _to_blocks(decode_float8(q.data), block) * q.scale[:, None, :, None]
-    return _from_blocks(blocks, q.data.shape)
+    return scale_blocks(decode_float8(q.data), q.scale, block)
+
+
+def scale_blocks(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Multiply each block of matrices (..., R, C) by its scale, (..., ceil(R / rows), ceil(C / columns))."""
+    return _from_blocks(_to_blocks(x, block) * scale[..., :, None, :, None], x.shape)
 
 
 def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     r, c = block
-    x = F.pad(x, (0, -x.shape[1] % c, 0, -x.shape[0] % r))
-    return x.view(x.shape[0] // r, r, x.shape[1] // c, c)
+    x = F.pad(x, (0, -x.shape[-1] % c, 0, -x.shape[-2] % r))
+    return x.view(*x.shape[:-2], x.shape[-2] // r, r, x.shape[-1] // c, c)
 
 
 def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
-    flat = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-    return flat[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)  # not the padding's bytes
+    flat = blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
+    return flat.clone(memory_format=torch.contiguous_format)  # not the padding's bytes

@@ -30,6 +30,7 @@ from overcoat.models.linear_layers import Fp8Linear, SavingNorm
 
 CONVERTED = (Fp8DecoderLayer, Fp8Linear, Fp8Experts, SavingNorm)
 OWN = {"training": False, "overcoat_eval": False, "overcoat_offload": None}  # as attributes: the own forward runs
+HEADS = ("branch", "of class", "state", "layers", "before", "after")  # of tables of BranchBytes
 REST = "(layer)"  # what a layer's own forward saves between its modules
 
 
@@ -47,6 +48,10 @@ class BranchBytes(NamedTuple):
     layers: int
     before: float
     after: float
+
+    def cells(self) -> tuple[str, ...]:
+        """Return a line of a table, in the order of HEADS."""
+        return self.branch, self.kind, self.state, str(self.layers), f"{self.before:,.0f}", f"{self.after:,.0f}"
 
 
 class Measured(NamedTuple):
@@ -97,16 +102,12 @@ def table(rows: list[BranchBytes]) -> list[str]:
     """Return the rows as aligned lines under a head; [] if there are none."""
     if not rows:
         return []
-    cells = [("branch", "of class", "state", "layers", "before", "after"), *map(_cells, rows)]
+    cells = [HEADS, *(row.cells() for row in rows)]
     names, widths = range(3), [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(row[i].ljust(widths[i]) if i in names else row[i].rjust(widths[i]) for i in range(6)) for row in cells
     ]
     return ["bytes per token that a layer saves for the backward:", *lines]
-
-
-def _cells(row: BranchBytes) -> tuple[str, ...]:
-    return row.branch, row.kind, row.state, str(row.layers), f"{row.before:,.0f}", f"{row.after:,.0f}"
 
 
 class _Branches:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from overcoat.extras import printable
+from overcoat.models.saved_bytes import HEADS, BranchBytes
 from overcoat.report.charts import Points, Series, chart
 from overcoat.report.runs import Run, read_runs
 from overcoat.train.config import require
@@ -272,16 +273,8 @@ def memory(run: Run, top: float) -> str:
 def branches(run: Run) -> str:
     """Return the table of what each branch of the layers saves; "" if `memory.report` did not measure it."""
     found = run.memory.get("branches", [])
-    heads = ("branch", "of class", "state", "layers", "before", "after")
-    rows = [
-        (
-            *(row[name] for name in ("branch", "kind", "state", "layers")),
-            f"{row['before']:,.0f}",
-            f"{row['after']:,.0f}",
-        )
-        for row in found
-    ]
-    head = "".join(f"<th>{name}</th>" for name in heads)
+    head = "".join(f"<th>{name}</th>" for name in HEADS)
+    rows = [BranchBytes(**row).cells() for row in found]
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     note = f"{escape(run.name)}: bytes per token that a branch of one layer saves, before and after conversion."
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from overcoat.extras import GGUF, load_extra
+from overcoat.formats import scale_blocks
 from overcoat.kernels.blockwise import BLOCK
+from overcoat.kernels.launch import cdiv
 from overcoat.models.fp8_weights import linear_weights
 from overcoat.models.frozen import FrozenWeight
 from overcoat.train import quantized_4bit
@@ -104,7 +106,7 @@ def _blocks(kind: Any, method: str) -> list[int] | None:
     return None if blocks is None else [*blocks]
 
 
-def dequantize_blocks(codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Return codes times scales, (..., M, N) fp32.
 
     Args:
@@ -119,9 +121,8 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, block: tuple[int, int] | No
         return values * scales.reshape(())
     (rows, columns), grid = values.shape[-2:], scales.shape[-2:]
     for size in [(1, columns), *([] if block is None else [block])]:
-        if grid == (-(-rows // size[0]), -(-columns // size[1])):
-            spread = scales.repeat_interleave(size[0], -2)[..., :rows, :]
-            return values * spread.repeat_interleave(size[1], -1)[..., :columns]
+        if grid == (cdiv(rows, size[0]), cdiv(columns, size[1])):
+            return scale_blocks(values, scales, size)
     raise ValueError(f"a weight of {rows} x {columns} with {' x '.join(map(str, grid))} scales, of blocks of {block}")
 
 
@@ -183,7 +184,7 @@ def _register() -> None:
             block = self.hf_quantizer.quantization_config.weight_block_size
             if quantized.dtype == torch.int8:  # experts of DeepSeek-V4: pairs of E2M1
                 quantized, block = self._unpack_fp4(quantized), (1, 32)
-            return dequantize_blocks(quantized, scales, block and tuple(block)).to(output_dtype or torch.bfloat16)
+            return dequantize(quantized, scales, block and tuple(block)).to(output_dtype or torch.bfloat16)
 
     @auto.register_quantizer(EXACT)
     class ExactQuantizer(quantizer.FineGrainedFP8HfQuantizer):  # type: ignore[name-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +20,7 @@ from overcoat.formats import (
     dequantize_tensor,
     quantize_blocks,
     quantize_tensor,
+    scale_blocks,
 )
 from tests.emulation import sqnr
 from tests.exact import E4M3_DB, E5M2_DB
@@ -130,6 +133,16 @@ def test_each_block_equals_itself_alone(fmt, x, block):
             assert alone.scale == q.scale[i, j]
             if i * j > 4:
                 return  # the far blocks say nothing new
+
+
+def test_matrices_of_a_stack_are_scaled_each():
+    """Their blocks end with each matrix."""
+    x, scale = torch.randn(3, 2, 5, 7), torch.randn(3, 2, 2, 3)
+    whole = scale_blocks(x, scale, (4, 3))
+    assert whole.shape == x.shape
+    for i, j in itertools.product(range(3), range(2)):
+        spread = scale[i, j].repeat_interleave(4, 0).repeat_interleave(3, 1)[:5, :7]
+        assert torch.equal(whole[i, j], x[i, j] * spread)
 
 
 @formats

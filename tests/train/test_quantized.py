@@ -40,7 +40,7 @@ from overcoat.models.frozen import FrozenWeight
 from overcoat.train.build import build_model, check_config, load_model, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.quantized import check_quantized, dequantize_blocks
+from overcoat.train.quantized import check_quantized, dequantize
 from overcoat.train.quantized_4bit import COMPANIONS, decode
 from overcoat.train.run import run_once
 from overcoat.train.tokenizer import train_tokenizer
@@ -211,7 +211,7 @@ def test_4_bit_codes_and_scales_that_do_not_fit_are_refused(name: str, is_long: 
 
 def test_scales_of_another_number_are_refused() -> None:
     with pytest.raises(ValueError, match="192 x 320 with 2 x 2 scales"):
-        dequantize_blocks(torch.zeros(192, 320), torch.ones(2, 2), (128, 128))
+        dequantize(torch.zeros(192, 320), torch.ones(2, 2), (128, 128))
 
 
 @pytest.mark.parametrize(
