@@ -121,10 +121,11 @@ def scale_blocks(x: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     r, c = block
-    x = F.pad(x, (0, -x.shape[-1] % c, 0, -x.shape[-2] % r))
+    padding = (0, -x.shape[-1] % c, 0, -x.shape[-2] % r)
+    x = F.pad(x, padding) if any(padding) else x.contiguous()  # F.pad always copies
     return x.view(*x.shape[:-2], x.shape[-2] // r, r, x.shape[-1] // c, c)
 
 
 def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
-    flat = blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
-    return flat.clone(memory_format=torch.contiguous_format)  # not the padding's bytes
+    # Contiguous: without the padding's bytes.
+    return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]].contiguous()
