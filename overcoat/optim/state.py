@@ -363,5 +363,5 @@ def _saved(value: Any, optimizer: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if optimizer.release is not None and optimizer.release.keeps_on_host and value.device.type == "cpu":
-        return alias(value)
+        return rewrap(value, alias(local(value)))
     return rewrap(value, local(value.detach()).clone()) if optimizer.offload else value

@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overcoat.extras import load_extra
 
@@ -20,8 +21,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def set_data(param: nn.Parameter, data: Tensor) -> None:
-    """Give a parameter other memory; it stays the same object, also if it is on the meta device."""
-    if param.is_meta:
+    """Give a parameter other memory; it stays the same object, also if it is on the meta device or sharded."""
+    if param.is_meta or isinstance(data, DTensor):
         torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
     else:
         param.data = data
@@ -85,7 +86,7 @@ class Source:
                 self.checkpoint.read(self.names[id(param)], param)
             return
         host = [param.data for param in stack.params]
-        for param, target in zip(stack.params, stack.weights_in(on_device), strict=True):
+        for param, target in zip(stack.params, stack.own.weights_in(on_device), strict=True):
             param.data = target
         for module in dict.fromkeys(stack.modules):
             self.model._init_weights(module)

@@ -41,10 +41,10 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from overcoat.block.linear import GatheredWeight
-from overcoat.distributed.fp8_all_gather import fp8_stacks
+from overcoat.distributed.fp8_all_gather import fp8_stacks, fsdp_params
+from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
 from overcoat.models.lora import base_of
@@ -52,15 +52,15 @@ from overcoat.models.masks import cache_of
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.release import BATCH_BYTES, GradientRelease
 from overcoat.optim.release_checks import check_release, numbered
+from overcoat.optim.sharding import local, rewrap
 from overcoat.optim.state import MUON, bytes_to_offload
 from overcoat.pinned_memory import bytes_free
-from overcoat.streaming.layers import Layer, PlainStack, Stack
-from overcoat.streaming.load import Source
+from overcoat.streaming.layers import Layer, PlainStack, Stack, copy_bytes
+from overcoat.streaming.load import Source, set_data
+from overcoat.streaming.sharded import ShardedPlainStack, ShardedStack, TakenOver, check_sharded, rows_of, tightest_host
 
 # Slots of codes: one is filled while the other is read. Buffers of weights: one is filled, one stepped, one emptied.
 SLOTS, BUFFERS = 2, 3
-# Bytes of one copy: others of the same direction run in between, and none waits for a whole stack.
-PIECE = 64 * 2**20
 # Layers whose gradients may wait for their step while the backward goes on.
 BACKLOG = 1
 # Weights that are used in 16 bits stay on the device if they are smaller.
@@ -183,8 +183,7 @@ class Stream(GradientRelease):
         if not self.layers:
             reasons = "; ".join(dict.fromkeys(self.left.values())) or "no layer trains in FP8: overcoat.convert it"
             raise ValueError(f"overcoat.stream: no weight of {type(model).__name__} can be streamed: {reasons}")
-        if any(isinstance(param, DTensor) for param in model.parameters()):
-            raise ValueError("overcoat.stream: this model is sharded by fully_shard: stream on one GPU, or shard alone")
+        check_sharded(model, self.device)
         if any(isinstance(param, GatheredWeight) for stack in self.stacks for param in stack.params):
             raise ValueError("overcoat.stream: frozen weights are held in FP8 (Recipe.frozen_weights): use one")
         if any(layer.module.overcoat_mode is not None for layer in self.layers):
@@ -216,9 +215,10 @@ class Stream(GradientRelease):
             "FP8 codes": sum(stack.code_bytes for stack in self.stacks),
             "optimizer states": sum(bytes_to_offload(param, groups[id(param)]) for param in stepped),
         }
-        needed, free = sum(needs.values()), bytes_free()
+        processes, free = tightest_host(self.stacks[0], bytes_free())
+        needed = processes * sum(needs.values())
         if free and needed > free:
-            listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needs.items())
+            listed = ", ".join(f"{name} {processes * size / 2**30:.1f}" for name, size in needs.items())
             raise ValueError(
                 f"overcoat.stream needs {needed / 2**30:.1f} GiB more host memory ({listed}), and {free / 2**30:.1f} "
                 "GiB are free, of the host or within the container's limit: add memory, or train a smaller model"
@@ -227,6 +227,7 @@ class Stream(GradientRelease):
     def _move(self, model: nn.Module, source: Source) -> None:
         """Move the streamed weights to page-locked host memory, all else to the device."""
         page_locked = self.device.type == "cuda"
+        self.taken_over = TakenOver(model, self.stacks)
         for layer in self.layers:
             for stack in layer.stacks:
                 stack.move_to_host(page_locked)
@@ -315,7 +316,7 @@ class Stream(GradientRelease):
         with self._on("codes", self._now(), *[stack.written for stack in layer.stacks]):
             targets = layer.wide_of(self.wide[place]) if wide else layer.sent_in(self.slots[place])
             for stack, target in zip(layer.stacks, targets, strict=True):
-                _copy(target, stack.host if wide else stack.sent)
+                stack.send(target, wide)
             layer.arrived = self._now()
 
     def _encode_changed(self, layer: Layer) -> None:
@@ -333,17 +334,17 @@ class Stream(GradientRelease):
         buffer = self.buffers[stack.place]
         whole = buffer.memory[: stack.bytes]
         with self._on("in", buffer.freed):  # so `stack.written` has come, too
-            _copy(whole, stack.host)
+            copy_bytes(whole, stack.host)
             arrived = self._now()
         self._wait(arrived)
         yield
         buffer.codes = None  # the copy of the last ones has ended, as `arrived` has
-        buffer.codes = codes = stack.encode(stack.weights_in(whole))
+        buffer.codes = codes = stack.encode(stack.own.weights_in(whole))
         with self._on("out", self._now()):
             if codes is not None:
-                _copy(stack.sent, codes)
+                copy_bytes(stack.sent, codes)
             if is_stepped:
-                _copy(stack.host, whole)
+                copy_bytes(stack.host, whole)
             buffer.freed = stack.written = self._now()
         if self.holders[layer.number % SLOTS] == (layer, False):
             self.holders[layer.number % SLOTS] = None
@@ -449,8 +450,9 @@ class Stream(GradientRelease):
         Sums of streamed weights are FP32 in host memory, 4 bytes more of each weight; those of others are in their
         `grad`, in its dtype, as ever.
         """
-        needed, free = sum(4 * sum(stack.sizes) for stack in self.stacks if stack.sums is None), bytes_free()
-        if free and needed > free:
+        needed = sum(4 * sum(stack.sizes) for stack in self.stacks if stack.sums is None)
+        processes, free = tightest_host(self.stacks[0], bytes_free()) if needed else (1, 0)
+        if free and (needed := processes * needed) > free:
             raise ValueError(
                 f"overcoat.stream: accumulation needs {needed / 2**30:.1f} GiB more host memory, and "
                 f"{free / 2**30:.1f} GiB are free: use larger batches instead"
@@ -479,7 +481,7 @@ class Stream(GradientRelease):
         stack.allocate_sums(self.device.type == "cuda")
         assert stack.sums is not None
         with self._on("update", self._now()), torch.no_grad():
-            sums = self._sums_on_device(stack, entries)
+            sums = self._sums_on_device(stack, stack.reduced(entries))
             with self._on("out", self._now()):
                 stack.sums.copy_(sums, non_blocking=True)
                 self.buffers[stack.place].freed = self._now()
@@ -501,7 +503,7 @@ class Stream(GradientRelease):
             arrived = self._now()
         self._wait(arrived)
         for *_, param, grad in entries:
-            stack.sums_in(sums)[stack.place_of(param)].add_(grad)
+            stack.own.sums_in(sums)[stack.place_of(param)].add_(grad)
         return sums
 
     # ---- the step -------------------------------------------------------------------------------------
@@ -524,12 +526,14 @@ class Stream(GradientRelease):
         self._begin()
         self.optimizer.constants(self.device)  # made on this stream, which all others follow
         layer = next(layer for layer in self.layers if stack in layer.stacks)
-        with self._on("update", self._now()), torch.no_grad(), self._on_device(layer, stack, True):
+        with self._on("update", self._now()), torch.no_grad():
+            entries = stack.reduced(entries)
+        with self._on("update"), torch.no_grad(), self._on_device(layer, stack, True):
             if stack.has_sums:
-                sums = stack.sums_in(self._sums_on_device(stack, entries))
+                sums = stack.own.sums_in(self._sums_on_device(stack, entries))
                 entries = [(*of, param, sums[stack.place_of(param)]) for *of, param, _ in entries]  # type: ignore[misc]
                 stack.has_sums = False
-            self._step(entries)
+            self._step([(*of, param, rewrap(param, grad)) for *of, param, grad in entries])  # type: ignore[misc]
 
     def _finish_backward(self) -> None:
         for stack in self.stacks:
@@ -555,7 +559,7 @@ class Stream(GradientRelease):
         stack = self.owners.get(id(params[0]))
         if stack is None:
             return None
-        copies = stack.weights_in(self.buffers[stack.place].memory)
+        copies = stack.own.weights_in(self.buffers[stack.place].memory)
         return [copies[stack.place_of(param)] for param in params]
 
     def drop_pending(self) -> None:
@@ -575,21 +579,16 @@ class Stream(GradientRelease):
         self.synchronize()
         for stack in self.stacks:
             for place, param in enumerate(stack.params):
-                param.data = param.data.to(self.device, copy=True)
+                set_data(param, rewrap(param, local(param.data).to(self.device, copy=True)))
                 if stack.has_sums and param.requires_grad:
                     assert stack.sums is not None
-                    param.grad = stack.sums_in(stack.sums)[place].to(self.device, param.dtype)
+                    param.grad = rewrap(param, stack.own.sums_in(stack.sums)[place].to(self.device, param.dtype))
+        self.taken_over.give_back()
         self.owners, self.stacks, self.layers = {}, [], []
 
     def _before_reading(self, *_: Any) -> None:
         if self.handles:
             self.synchronize()
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy bytes between host and device."""
-    for to, of in zip(target.split(PIECE), source.split(PIECE), strict=True):
-        to.copy_(of, non_blocking=True)
 
 
 def _refuse_backward(_gradient: Tensor) -> None:
@@ -606,20 +605,23 @@ def streamed_layers(model: nn.Module, resident: int = 0) -> tuple[list[Layer], d
     The first layer is the first to stay: the forward then waits for no weights that have just been stepped.
     """
     layers: list[Layer] = []
-    left, shared = dict[str, str](), _shared(model)
+    left, shared, held = dict[str, str](), _shared(model), fsdp_params(model)
+    make: Any = functools.partial(ShardedStack, held) if held else Stack
     for path, module in model.named_modules():
         if not isinstance(module, Fp8DecoderLayer):
             continue
         names = {id(each): f"{path}.{name}.weight".removeprefix(".") for name, each in module.named_modules()}
         stacks = []
-        for modules, reason in fp8_stacks(module, functools.partial(_rows, shared)):
+        scaling = module.overcoat_recipe.linear_scaling
+        for modules, reason in fp8_stacks(module, functools.partial(_rows, shared, held, scaling)):
             own = [names[id(base_of(each))] for each in modules]
             if reason is None:
-                stacks.append(Stack(modules, own, module.overcoat_recipe.linear_scaling))
+                stacks.append(make(modules, own, scaling))
             else:
                 left.update(dict.fromkeys(own, reason))
         if stacks:
-            stacks += _plain_stacks(module, path, {id(param) for stack in stacks for param in stack.params} | shared)
+            others = {id(param) for stack in stacks for param in stack.params} | shared
+            stacks += _plain_stacks(module, path, others, held)
             for name in [name for stack in stacks for name in stack.names]:
                 left.pop(name, None)
             layers.append(Layer(len(layers), path, module, stacks))
@@ -632,18 +634,23 @@ def streamed_layers(model: nn.Module, resident: int = 0) -> tuple[list[Layer], d
     return layers, left
 
 
-def _plain_stacks(layer: nn.Module, path: str, others: set[int]) -> list[Stack]:
+def _plain_stacks(layer: nn.Module, path: str, others: set[int], held: Any) -> list[Stack]:
     """Return the other large weights of a layer, by module; others: ids of weights that are no part of them."""
     stacks: list[Stack] = []
+    make: Any = functools.partial(ShardedPlainStack, held) if held else PlainStack
     for name, module in layer.named_modules():
         large = [
             key
             for key, param in module._parameters.items()
-            if param is not None and id(param) not in others and param.nbytes >= LEAST_BYTES and param.dim() > 1
+            if param is not None
+            and id(param) not in others
+            and param.nbytes >= LEAST_BYTES
+            and param.dim() > 1
+            and not (held and isinstance(rows_of(held, module, key), str))
         ]
         if large:
             own = [".".join(filter(None, (path, name, key))) for key in large]
-            stacks.append(PlainStack([module] * len(large), own, "tensor"))
+            stacks.append(make([module] * len(large), own, "tensor"))
     return stacks
 
 
@@ -657,8 +664,9 @@ def _shared(model: nn.Module) -> set[int]:
     return shared
 
 
-def _rows(shared: set[int], module: Any) -> tuple[int, int] | str:
+def _rows(shared: set[int], held: Any, scaling: str, module: Any) -> tuple[int, int] | str:
     """Return the rows of a module's weight and 1, or why it cannot be streamed (`fp8_stacks`)."""
     if id(module.weight) in shared:
         return "another module has the same weight"
-    return len(module.weight), 1
+    unit = BLOCK if scaling == "block" else 1
+    return rows_of(held, module, unit=unit) if held else (len(module.weight), 1)

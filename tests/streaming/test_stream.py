@@ -304,7 +304,7 @@ def test_gradients_are_added_up_in_fp32(device):
                 param.grad = None
     handle.synchronize()
     for stack in handle.stacks:
-        for param, sums in zip(stack.params, stack.sums_in(stack.sums), strict=True):
+        for param, sums in zip(stack.params, stack.own.sums_in(stack.sums), strict=True):
             assert torch.equal(sums, expected[names[id(param)]].cpu())
     with pytest.raises(ValueError, match=r"outside of accumulate\(\)"):
         optimizer.step()

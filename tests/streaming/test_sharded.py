@@ -1,0 +1,274 @@
+"""`overcoat.stream` over two processes: the bits of FSDP2 with `fp8_all_gather` and released gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import overcoat
+from overcoat import Recipe
+from overcoat.models.family import decoder_layers
+from overcoat.optim.sharding import local
+from overcoat.streaming import stream as streaming
+from tests.models.zoo import make_batch, make_model
+from tests.nightly import mostly_nightly
+from tests.processes import on_two, two_of
+from tests.streaming.test_stream import CASES, SMALL, add_adapters, freeze_some
+
+Run = tuple[Any, Any, Any]  # model, optimizer, handle
+# Each process has whole blocks of every weight.
+BLOCKS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 128}
+FIELDS: dict[str, dict[str, Any]] = {"experts": {"num_experts": 4}, "block scales": BLOCKS}
+
+
+def make(case: str, device: str, streamed: bool, seed: int = 0, layers: int = 3, **options: Any) -> Run:
+    kind, recipe, fields = CASES[case]
+    model = make_model(kind, layers=layers, seed=seed, **{**fields, **FIELDS.get(case, {})}).to(device)
+    return (model, *prepare(model, recipe, device, streamed, **options))
+
+
+def layers_of(model: Any) -> Any:
+    return list(decoder_layers(model).values())
+
+
+def prepare(
+    model: Any, recipe: Recipe, device: str, streamed: bool, source: Any = None, policy: Any = None, **options: Any
+) -> Any:
+    overcoat.convert(model, recipe)
+    shard = {} if policy is None else {"mp_policy": policy}
+    for layer in layers_of(model):
+        fully_shard(layer, **shard)
+    fully_shard(model, **shard)
+    optimizer = overcoat.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+    if streamed:
+        return optimizer, overcoat.stream(model, optimizer, **(source or {}))
+    overcoat.fp8_all_gather(model)
+    return optimizer, overcoat.release_gradients(model, optimizer)
+
+
+def loss_of(model: Any, step: int, device: str) -> Tensor:
+    """Of rows that no other process has."""
+    batch = make_batch(seed=step + 100 * dist.get_rank(), length=32)
+    return model(**{name: value.to(device) for name, value in batch.items()}).loss
+
+
+def train(model: Any, optimizer: Any, device: str, steps: int = 3, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = loss_of(model, step, device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def snapshot(model: Any, optimizer: Any) -> list[Tensor]:
+    """This process' parts of weights and states."""
+    states = optimizer.state_dict()["state"]
+    values = [value for index in sorted(states) for value in states[index].values()]
+    return [local(value.detach()).cpu().clone() for value in (*model.state_dict().values(), *values)]
+
+
+def assert_same(left: Run, right: Run) -> None:
+    pairs = list(zip(snapshot(*left[:2]), snapshot(*right[:2]), strict=True))
+    differ = [place for place, (x, y) in enumerate(pairs) if x.dtype != y.dtype or not torch.equal(_bits(x), _bits(y))]
+    assert not differ, (len(pairs), differ)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same_run(left: Run, right: Run, device: str, steps: int = 3, first: int = 0) -> None:
+    assert train(*left[:2], device, steps, first) == train(*right[:2], device, steps, first)
+    assert_same(left, right)
+
+
+def streamed_weights(handle: Any) -> list[Any]:
+    return [param for stack in handle.stacks for param in stack.params]
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------
+
+
+def _alike(rank: int, device: str, cases: Sequence[str]) -> None:
+    for case in cases:
+        resident, streamed = (make(case, device, way, offload_buffer=3 * 40_000) for way in (False, True))
+        count = 3 * {"transposed": 4, "experts": 4, "reordered": 6}.get(case, 7)
+        assert len(streamed_weights(streamed[2])) == count, case
+        assert_same_run(resident, streamed, device)
+        torch.testing.assert_close(resident[1].grad_norm, streamed[1].grad_norm, rtol=1e-6, atol=0)
+        for param in streamed_weights(streamed[2]):
+            own, state = local(param), streamed[1].state[param]
+            assert isinstance(param, DTensor)
+            assert 2 * own.numel() == param.numel()
+            assert {local(value).device.type for name, value in state.items() if name != "step"} == {"cpu"}
+            assert own.device.type == "cpu"
+            assert device == "cpu" or own.is_pinned()
+
+
+IN_CI = ("default", "leanest", "block scales", "experts")
+OTHERS = tuple(sorted(CASES.keys() - IN_CI))
+
+
+@two_of
+@pytest.mark.parametrize("cases", mostly_nightly([(IN_CI,), (OTHERS,)], [(IN_CI,)]), ids=str)
+def test_two_processes_train_as_resident_ones_bit_for_bit(device: str, cases: Sequence[str]) -> None:
+    on_two(_alike, device, device, cases)
+
+
+def _other_ways(rank: int, device: str) -> None:
+    """Other states; experts, of which an odd number, and their router, stay with FSDP2, and cut blocks in 16 bits."""
+    for options in ({"moments": "fp32", "master": "bf16+16"}, {"moments": "fp8", "master": "bf16", "offload": True}):
+        assert_same_run(*(make("default", device, way, **options) for way in (False, True)), device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "LEAST_BYTES", 0)
+        for kind, recipe, fields, left in (
+            ("olmoe", Recipe.leanest(), {**SMALL, "intermediate_size": 256, "num_experts": 4}, 0),
+            ("olmoe", Recipe(), {**SMALL, "intermediate_size": 256, "num_experts": 3}, 3),
+            ("llama", Recipe(linear_scaling="block"), {**BLOCKS, "intermediate_size": 304}, 0),
+        ):
+            runs = []
+            for way in (False, True):
+                model = make_model(kind, layers=3, **fields).to(device)
+                runs.append((model, *prepare(model, recipe, device, way)))
+            matrices = [param for param in runs[1][0].model.layers.parameters() if param.dim() > 1]
+            assert len(streamed_weights(runs[1][2])) == len(matrices) - 3 * left
+            assert_same_run(*runs, device)
+
+
+@two_of
+def test_other_states_and_weights_in_16_bits(device: str) -> None:
+    on_two(_other_ways, device, device)
+
+
+def _reduced_otherwise(rank: int, device: str) -> None:
+    """In FP32, and summed, as `overcoat train` asks for."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for factor in (None, 1.0):
+        runs = [make("default", device, way, policy=policy) for way in (False, True)]
+        for model, *_ in runs:
+            for module in (*layers_of(model), model):
+                if factor is not None:
+                    module.set_gradient_divide_factor(factor)
+                module.set_force_sum_reduction_for_comms(factor is not None)
+        assert_same_run(*runs, device)
+
+
+@two_of
+def test_gradients_are_reduced_as_fsdp2_would(device: str) -> None:
+    on_two(_reduced_otherwise, device, device)
+
+
+def _partly(rank: int, device: str) -> None:
+    """Some layers stay with FSDP2; weights frozen, or a base of adapters; a tied head."""
+    run = make("default", device, True, source={"resident": 1})
+    assert [layer.name for layer in run[2].layers] == ["model.layers.1", "model.layers.2"]
+    assert_same_run(make("default", device, False), run, device)
+    for partly in (freeze_some, add_adapters):
+        runs = []
+        for way in (False, True):
+            model = make_model("llama", layers=3, **SMALL).to(device)
+            model = partly(model) or model
+            runs.append((model, *prepare(model, Recipe.leanest(), device, way)))
+        assert len(streamed_weights(runs[1][2])) == 21
+        assert_same_run(*runs, device)
+
+
+@two_of
+def test_some_weights_stay_and_others_are_frozen(device: str) -> None:
+    on_two(_partly, device, device)
+
+
+# ---- between steps ---------------------------------------------------------------------------------------
+
+
+def _evaluated(rank: int, device: str) -> None:
+    runs, found = [make("default", device, way) for way in (False, True)], []
+    for model, optimizer, _ in runs:
+        train(model, optimizer, device, 1)
+        model.eval()
+        ids = make_batch(length=8)["input_ids"].to(device)
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits.cpu())
+        model.train()
+    assert torch.equal(*found)
+    assert_same_run(*runs, device, first=1)
+    # All processes change a weight; then one alone does.
+    for model, *_ in runs:
+        with torch.no_grad():
+            model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(3.0)
+    assert_same_run(*runs, device, first=4)
+    runs[1][2].remove()
+    assert {param.device.type for param in runs[1][0].parameters()} == {torch.device(device).type}
+    overcoat.release_gradients(*runs[1][:2])
+    assert_same_run(*runs, device, 2, first=7)
+    overcoat.fp8_all_gather(runs[1][0])
+    assert_same_run(*runs, device, 2, first=9)
+
+
+@two_of
+def test_evaluation_writes_and_remove(device: str) -> None:
+    on_two(_evaluated, device, device)
+
+
+def _halves(rank: int, device: str) -> None:
+    whole, halves = (make("default", device, way) for way in (False, True))
+    for step in range(3):
+        for (model, optimizer, handle), passes in ((whole, 1), (halves, 2)):
+            for number in range(passes):
+                with handle.accumulate() if number < passes - 1 else contextlib.nullcontext():
+                    (loss_of(model, step, device) / passes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole, halves)
+    for stack in halves[2].stacks:
+        assert 2 * stack.sums.numel() == sum(param.numel() for param in stack.params)
+
+
+@two_of
+def test_halves_of_a_step_are_the_step(device: str) -> None:
+    on_two(_halves, device, device)
+
+
+def _resumed(rank: int, device: str, folder: str) -> None:
+    whole, first = (make("default", device, True) for _ in range(2))
+    train(*whole[:2], device, 4)
+    train(*first[:2], device, 2)
+    dcp.save(state_of(*first[:2]), checkpoint_id=folder)
+    del first
+    for way in (True, False):
+        second = make("default", device, way, seed=7)
+        if way:
+            train(*second[:2], device, 1)  # codes of other weights have been made
+        state = state_of(*second[:2])
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(second[0], state["model"])
+        set_optimizer_state_dict(*second[:2], state["optim"])
+        train(*second[:2], device, 2, first=2)
+        assert_same(whole, second)
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+
+
+@two_of
+def test_a_checkpoint_resumes_to_the_same_bits_streamed_or_not(device: str, tmp_path: Any) -> None:
+    on_two(_resumed, device, device, str(tmp_path))
