@@ -123,9 +123,9 @@ class Sharded(Stack):
         parts: list[Any] = [param._local_tensor._version for param in self.params]  # type: ignore[attr-defined]
         if found == self.seen and parts != self.seen_parts:
             raise RuntimeError(
-                f"overcoat.stream: the local part of a weight of {self.names[0]}'s stack was written to, which other "
-                "processes cannot see: write to the DTensor (`with torch.no_grad(): weight.mul_(...)`), or load by "
-                "set_model_state_dict"
+                f"overcoat.stream: the local tensor of {self.names[0]}, or of its stack, was written to, which other "
+                "processes cannot see: write to the DTensor (`with torch.no_grad(): weight.mul_(...)`), or call "
+                "weights_changed() of the handle in every process"
             )
         self.seen_parts = parts
         return found

@@ -300,6 +300,11 @@ class Stream(GradientRelease):
                 self.lanes[lane].synchronize()
         self.optimizer.wait_for_offload()
 
+    def weights_changed(self) -> None:
+        """Make all codes again. Call it in every process after writes to DTensors' local parts, as by `dcp.load`."""
+        for stack in self.stacks:
+            stack.seen = None
+
     # ---- codes come to the device ---------------------------------------------------------------------
 
     def _fetch(self, layer: Layer, wide: bool = False) -> None:

@@ -234,6 +234,8 @@ def load_checkpoint(path: Path, state: TrainState) -> int:
     states = _states(path, stored, state, record["with_state"])
     rest = _empty(stored, "rows/") | _empty(stored, "drawn")
     _read(path, weights | states | rest)
+    if (release := state.optimizer.release) is not None and release.keeps_on_host:
+        release.weights_changed()
     with loading(path):
         state.load(record, states | rest)
     return int(record["held_out"])

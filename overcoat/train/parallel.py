@@ -51,6 +51,15 @@ def check_parallel(config: Config) -> None:
         (context > 1 and config.data.is_chat, f"data.format = {config.data.format!r} does not go with {among}"),
         (context > 1 and config.data.document_mask, f"data.document_mask = True does not go with {among}"),
         (context > 1 and mode != "none", f"train.compile = {mode!r} does not go with {among}"),
+        (
+            many > 1 and config.train.stream and config.parallel.shard != "full",
+            f"train.stream = True streams shards of all processes, not parallel.shard = {config.parallel.shard!r}: set "
+            "that to 'full'",
+        ),
+        (
+            many > 1 and config.train.stream and config.parallel.accumulate == "whole",
+            "train.stream = True adds up shards of gradients, in host memory: set parallel.accumulate to 'sharded'",
+        ),
         (many > 1 and mode == "graphs", f"train.compile = 'graphs' does not go with {many} processes: leave it out"),
         (
             rows % groups,

@@ -41,7 +41,7 @@ from overcoat.train.build import (
 )
 from overcoat.train.chat import prompt_ids
 from overcoat.train.checks import with_steps
-from overcoat.train.config import Config, error_context, require
+from overcoat.train.config import Config, error_context
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.data import PackedRows
@@ -276,9 +276,9 @@ def make_state(
     config: Config, corpus: Corpus, device: torch.device, plan: BatchPlan
 ) -> tuple[TrainState, overcoat.Report]:
     """Return model, optimizer and data at step 0, and the report of `convert`."""
-    recipe, place = recipe_of(config, plan), torch.device("cpu") if config.train.stream else device
+    recipe, is_on_host = recipe_of(config, plan), config.train.stream and process.count() == 1
+    place = torch.device("cpu") if is_on_host else device
     if process.count() > 1:
-        require(not config.train.stream, "train.stream = True: on one GPU alone: start one process, or leave it out")
         model, report = build_sharded(config, corpus.tokenizer, device, recipe)
     else:
         model = build_model(config, corpus.tokenizer, place)

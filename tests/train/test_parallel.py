@@ -298,6 +298,28 @@ def test_sums_of_gradients_in_bf16_lose_less_than_fp8_does(many: int, config: Co
     on_many(many, _reduced, "cpu", build_config({"model": {"config": MODELS["untied"]}, "data": {"files": "x"}}, []))
 
 
+def test_streamed_layers_of_two_are_those_of_released_gradients_and_resume(config: Config, tmp_path: Path) -> None:
+    """Bit for bit, of parameters in BF16; and accumulated: the same whether it was interrupted or not."""
+    words = ["optimizer.clip=0", "model.dtype=bfloat16", "train.batch_size=6", "train.accumulation=2"]
+    ways = {
+        "released": ["optimizer.release_gradients=true", "train.batch_size=12", "train.accumulation=1"],
+        "streamed": ["train.stream=true", "train.batch_size=12", "train.accumulation=1"],
+        "partly": ["train.stream=true", "train.batch_size=12", "train.accumulation=1", "train.resident=1"],
+        "accumulated": ["train.stream=true", "train.batch_size=2", "train.accumulation=6"],
+    }
+    configs = {name: changed(config, *words, *way, f"train.run_dir={tmp_path / name}") for name, way in ways.items()}
+    resumed = {
+        name: changed(configs[name], f"train.run_dir={tmp_path / name}-2") for name in ("streamed", "accumulated")
+    }
+    on_two(_run_each, "cpu", list(configs.values()))
+    for name in resumed:
+        start_from(tmp_path / f"{name}-2", tmp_path / name, 2)
+    on_two(_run_each, "cpu", list(resumed.values()))
+    for name, other in (("streamed", "released"), ("partly", "released"), *((f"{name}-2", name) for name in resumed)):
+        assert losses(tmp_path / name) == losses(tmp_path / other)
+        assert_same_shards(tmp_path / name, tmp_path / other)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -538,6 +560,8 @@ def test_a_full_disk_loses_the_checkpoint_being_written(config: Config, two: Pat
             "data.format = 'messages' does not go with parallel.context = 2",
         ),
         ("parallel.context=2 data.sequence_length=34", "data.sequence_length = 34 .* multiple of 4"),
+        ("train.stream=true optimizer.clip=0 parallel.shard=none", "train.stream = True .* parallel.shard = 'none'"),
+        ("train.stream=true optimizer.clip=0 parallel.accumulate=whole", "set parallel.accumulate to 'sharded'"),
         ("parallel.shard=hybrid", "parallel.shard = 'hybrid' on 1 nodes with 2 processes: set parallel.nodes"),
     ],
 )
