@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import overcoat
 from overcoat import Recipe
@@ -27,7 +28,7 @@ from overcoat.optim.sharding import local
 from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.nightly import mostly_nightly
-from tests.processes import on_two, two_of
+from tests.processes import on_many, on_two, two_of
 from tests.streaming.test_stream import CASES, SMALL, add_adapters, freeze_some
 
 Run = tuple[Any, Any, Any]  # model, optimizer, handle
@@ -272,3 +273,80 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 @two_of
 def test_a_checkpoint_resumes_to_the_same_bits_streamed_or_not(device: str, tmp_path: Any) -> None:
     on_two(_resumed, device, device, str(tmp_path))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------
+
+
+def _refused(rank: int) -> None:
+    def build(fields: dict[str, Any] = SMALL, recipe: Recipe | None = None, **options: Any) -> Any:
+        model = make_model("llama", layers=2, **fields)
+        overcoat.convert(model, recipe)
+        for layer in layers_of(model):
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        return model
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    split = build()
+    split.model.layers[0].mlp.extra = nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh["copies"], [Shard(0)]))
+    for model, words in (
+        (build(mesh=mesh), "averaged between replicas, too: use a mesh of one dimension"),
+        (build(offload_policy=CPUOffloadPolicy(pin_memory=False)), "CPUOffloadPolicy"),
+        (build(mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)), "param_dtype=torch.float32.* leave it out"),
+        (
+            build(recipe=Recipe(linear_scaling="block")),
+            "cannot share its 128 rows evenly, in blocks of 128",
+        ),
+        (split, r"layers\.0\.mlp\.extra is a DTensor, but not fully_shard's"),
+    ):
+        before = [type(param) for param in model.parameters()]
+        with pytest.raises(ValueError, match=words):
+            overcoat.stream(model, overcoat.AdamW(model.parameters()))
+        assert [type(param) for param in model.parameters()] == before
+    # One host has too little memory, and all processes say so.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "bytes_free", lambda: 2**40 if rank else 2**20)
+        with pytest.raises(ValueError, match=r"more host memory .* GiB are free"):
+            make("default", "cpu", True)
+
+    def backward(model: Any) -> None:
+        loss_of(model, 0, "cpu").backward()
+
+    run = make("default", "cpu", True)
+    run[0].set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match=r"use `with handle\.accumulate\(\):`"):
+        backward(run[0])
+    run = make("default", "cpu", True)
+    run[0].model.layers[2].set_gradient_divide_factor(3.0)
+    with pytest.raises(ValueError, match=r"divide gradients by 3 .* set_force_sum_reduction_for_comms"):
+        backward(run[0])
+    run = make("default", "cpu", True)
+    part = run[0].model.layers[0].mlp.up_proj.weight.to_local()
+    with torch.no_grad():
+        part.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"the local tensor of .*gate_proj.* call weights_changed\(\) of the handle"):
+        backward(run[0])
+    run[2].weights_changed()
+    backward(run[0])
+
+
+def test_what_cannot_be_streamed_is_refused_in_all_processes() -> None:
+    on_two(_refused, "cpu")
+
+
+def _uneven(rank: int) -> None:
+    """Of three processes none has whole rows of q, k and v; those of the MLP are streamed."""
+    fields = {**SMALL, "intermediate_size": 192}
+    model = make_model("llama", layers=2, **fields)
+    optimizer, handle = prepare(model, Recipe(), "cpu", True)
+    assert len(streamed_weights(handle)) == 2 * 2
+    assert handle.left["model.layers.0.self_attn.q_proj.weight"] == "3 processes cannot share its 128 rows evenly"
+    resident = make_model("llama", layers=2, **fields)
+    runs = (model, optimizer), (resident, prepare(resident, Recipe(), "cpu", False)[0])
+    losses = [train(*run, "cpu", 2) for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_three_processes_stream_what_they_can_share() -> None:
+    on_many(3, _uneven, "cpu")
