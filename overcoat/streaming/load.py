@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overcoat.extras import load_extra
+from overcoat.optim.sharding import first_row, local, rewrap
 
 RANDOM = "random"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -51,14 +52,15 @@ class Checkpoint:
             return dict.fromkeys(file.keys(), SINGLE)
 
     def read(self, name: str, target: Tensor) -> None:
-        """Copy a tensor, in the target's dtype."""
+        """Copy a tensor, or this process' rows if the target is sharded, in the target's dtype."""
         safetensors = load_extra("safetensors", "hf", "reading weights")
         with safetensors.safe_open(self.folder / self.places[name], "pt") as file:
-            found = file.get_tensor(name)
-        if found.shape != target.shape:
-            shapes = f"{tuple(found.shape)}, not {tuple(target.shape)}"
-            raise ValueError(f"overcoat.stream: {name} of {self.folder} is {shapes}")
-        target.copy_(found)
+            found, own, start = file.get_slice(name), local(target), first_row(target)
+            if (shape := tuple(found.get_shape())) != tuple(target.shape):
+                shapes = f"{shape}, not {tuple(target.shape)}"
+                raise ValueError(f"overcoat.stream: {name} of {self.folder} is {shapes}")
+            if own.numel():
+                own.copy_(found[start : start + len(own)] if own.dim() else file.get_tensor(name))
 
 
 class Source:
@@ -70,6 +72,11 @@ class Source:
         if self.is_meta != (weights is not None):
             what = "has no weights: say where they come from, in" if self.is_meta else "has weights: leave out"
             raise ValueError(f'overcoat.stream: {type(model).__name__} {what} weights="random", or a folder')
+        if weights == RANDOM and any(isinstance(param, DTensor) for param in model.parameters()):
+            raise ValueError(
+                'overcoat.stream: weights="random" draws whole weights, and this model is sharded: save a model drawn '
+                "on one GPU, and give its folder"
+            )
         if self.is_meta and not hasattr(model, "_init_weights"):
             raise ValueError("overcoat.stream: only a transformers model can be filled from the meta device")
         self.names = {id(tensor): name for name, tensor in _tensors(model)}
@@ -101,7 +108,8 @@ class Source:
             made: list[tuple[str, Tensor]] = []
             for param in filter(None.__ne__, module._parameters.values()):
                 if param.is_meta:
-                    set_data(param, torch.empty(param.shape, dtype=param.dtype, device=device))
+                    own = torch.empty(local(param).shape, dtype=param.dtype, device=device)
+                    set_data(param, rewrap(param, own))
                     made.append((self.names[id(param)], param))
             buffers = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
             for name, each in buffers.items():

@@ -222,7 +222,7 @@ def check_sharded(model: nn.Module, device: torch.device) -> None:
             raise ValueError(
                 f"overcoat.stream: {name} is a DTensor, but not fully_shard's: shard the model by fully_shard alone"
             )
-        if isinstance(param, DTensor) and param.device != device:
+        if isinstance(param, DTensor) and not param.is_meta and param.device != device:
             raise ValueError(
                 f"overcoat.stream: device={str(device)!r}, and fully_shard has put {name} on {param.device}: leave "
                 "device out"

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from overcoat import Recipe
+from overcoat.optim.sharding import local
+from overcoat.streaming import sharded
 from overcoat.streaming.layers import Stack
+from overcoat.streaming.sharded import ShardedStack
 from overcoat.streaming.stream import Stream
 from tests.models.zoo import make_batch, make_model
 from tests.streaming.races import COMPUTE, RaceDetector
@@ -22,8 +25,11 @@ WAITS = ("_on_device", "_enter", "_before_backward", "_bound_gradients")
 EVENTS = [("codes", 0), ("codes", 1), ("in", 0), ("update", 0), ("out", 0)]
 
 
-def run(monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: int = 1) -> list[str]:
-    """Races of three streamed steps. without: a wait, or an event, that is left out; passes: of a step."""
+def run(
+    monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: int = 1, prepare: Any = prepare
+) -> list[str]:
+    """Races of three streamed steps. without: a wait, or an event, that is left out; passes: of a step; prepare: what
+    makes the optimizer and streams the model."""
     detector, numbers = RaceDetector(), itertools.count()
 
     def wait(self, event):
@@ -49,7 +55,7 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: i
         def of(self, entries):
             """The step's reference runs unseen; FP32 gradients are sums, in memory that is watched."""
             for _, _, param, grad in entries:
-                detector.access(grad, False, "step")
+                detector.access(local(grad), False, "step")
                 if (copies := self.stepped_on_device([param])) is not None:
                     detector.access(copies[0], True, "step")
             step(self, entries)
@@ -57,6 +63,7 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: i
         return of
 
     def made(grad):
+        grad = local(grad)
         detector.watch_until_freed(f"gradient {next(numbers)}", grad, COMPUTE)
         detector.access(grad, True, "made")
 
@@ -98,6 +105,13 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: i
 
         return of
 
+    def gathered(gather):
+        def of(weight, place, group):
+            detector.access(weight, True, "gather")
+            gather(weight, place, group=group)
+
+        return of
+
     with monkeypatch.context() as patch:
         patch.setattr(Stream, "_wait", wait)
         patch.setattr(Stream, "_now", lambda self: detector.now())
@@ -109,6 +123,8 @@ def run(monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: i
             (Stream, "adds_up", added),
             (Stream, "_sums_on_device", summed),
             (Stack, "encode", encoded),
+            (ShardedStack, "encode", encoded),
+            (sharded, "_all_gather", gathered),
         ):
             patch.setattr(owner, name, change(getattr(owner, name)))
         with detector:

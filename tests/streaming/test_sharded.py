@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -29,6 +30,7 @@ from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.nightly import mostly_nightly
 from tests.processes import on_many, on_two, two_of
+from tests.streaming.test_races import run
 from tests.streaming.test_stream import CASES, SMALL, add_adapters, freeze_some
 
 Run = tuple[Any, Any, Any]  # model, optimizer, handle
@@ -270,9 +272,45 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 
 
+def _loaded(rank: int, device: str, folder: str) -> None:
+    """From the meta device: each process reads its own rows, also of what stays with FSDP2, padded where uneven."""
+    fields = {**SMALL, "vocab_size": 513}
+    if rank == 0:
+        make_model("qwen2", layers=2, **fields).save_pretrained(folder, max_shard_size="200KB")
+    dist.barrier()
+    runs = []
+    for way in (False, True):
+        if way:
+            with torch.device("meta"):
+                config = transformers.AutoConfig.from_pretrained(folder)
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train().to(device)
+        source = {"weights": folder} if way else None
+        runs.append((model, *prepare(model, Recipe(), device, way, source)))
+    assert_same_run(*runs, device)
+
+
+@two_of
+def test_each_process_reads_its_own_rows(device: str, tmp_path: Any) -> None:
+    on_two(_loaded, device, device, str(tmp_path))
+
+
 @two_of
 def test_a_checkpoint_resumes_to_the_same_bits_streamed_or_not(device: str, tmp_path: Any) -> None:
     on_two(_resumed, device, device, str(tmp_path))
+
+
+def _races(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for evaluate, passes in ((False, 1), (True, 1), (False, 3)):
+            assert run(patch, evaluate=evaluate, passes=passes, prepare=prepare) == []
+        for without in ("_before_backward", ("codes", 0), ("update", 0)):
+            assert run(patch, without, prepare=prepare), without
+
+
+def test_no_access_races_where_nothing_is_left_out() -> None:
+    on_two(_races, "cpu")
 
 
 # ---- what is refused -------------------------------------------------------------------------------------
