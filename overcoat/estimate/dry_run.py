@@ -25,6 +25,7 @@ from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter, ow
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.replay import alike_blocks
 from overcoat.estimate.setup import Setup
+from overcoat.estimate.streaming import check_shares
 from overcoat.estimate.times import Work
 from overcoat.estimate.workspaces import LibraryAttention
 from overcoat.extras import reason
@@ -38,6 +39,8 @@ from overcoat.models.frozen import weights_to_hold
 from overcoat.models.lora import add_lora
 from overcoat.optim.muon import hidden_matrices
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
+from overcoat.streaming.layers import Layer
+from overcoat.streaming.stream import streamed_layers
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
 
@@ -88,7 +91,7 @@ class Trained(NamedTuple):
 
     parameters: before they are sharded; matrices: those of hidden layers; report: of `convert`; parts: for gradient
         release. gathered: bytes of all parameters, as FSDP2 gathers them. held: ids of weights that are held as FP8
-        codes.
+        codes. streamed: layers that several GPUs stream.
     """
 
     model: Any
@@ -98,6 +101,7 @@ class Trained(NamedTuple):
     parts: Parts
     gathered: int
     held: frozenset[int]
+    streamed: tuple[Layer, ...] = ()
 
 
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
@@ -110,8 +114,12 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     report = convert(model, setup.recipe)
     _order_rows(model)
     held = frozenset(map(id, weights_to_hold(model, setup.recipe)))
-    gathered = shard(model, setup, gpus) if setup.is_sharded(gpus) else 0
-    return Trained(model, parameters, matrices, report, Parts(model), gathered, held)
+    if not setup.is_sharded(gpus):
+        return Trained(model, parameters, matrices, report, Parts(model), 0, held)
+    streamed = tuple(streamed_layers(model, setup.resident)[0] if setup.stream else ())
+    check_shares(streamed, gpus)
+    gathered = shard(model, setup, gpus, frozenset(param for layer in streamed for param in layer.params))
+    return Trained(model, parameters, matrices, report, Parts(model), gathered, held, streamed)
 
 
 @torch.no_grad()

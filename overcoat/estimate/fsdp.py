@@ -58,16 +58,17 @@ class Comm:
         """Send nothing."""
 
 
-def shard(model: nn.Module, setup: Setup, gpus: int) -> int:
+def shard(model: nn.Module, setup: Setup, gpus: int, streamed: frozenset[Any] = frozenset()) -> int:
     """Shard a converted meta model over so many processes as `overcoat train` does; return the bytes of all gathered
-    parameters."""
+    parameters. streamed: those that `overcoat.stream` takes over from FSDP2, which stay whole."""
     found = find_causal_model(model)
     assert found is not None  # a dry run's model is one
     causal: Any = found[1]
     parts: list[Any] = [*decoder_layers(causal).values(), causal]
     mesh = FakeMesh(2, gpus) if setup.replicated else FakeMesh(gpus)
+    policy = MixedPrecisionPolicy(reduce_dtype=setup.torch_reduce_dtype)
     for part in parts:
-        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=setup.torch_reduce_dtype))
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=set(streamed))
         part.set_custom_all_gather(Comm())
         part.set_custom_reduce_scatter(Comm())
         if setup.replicated:
@@ -83,7 +84,7 @@ def shard(model: nn.Module, setup: Setup, gpus: int) -> int:
         part.unshard()
     gathered = 0
     for parameter in causal.parameters():
-        gathered += own(parameter).nbytes
+        gathered += own(parameter).nbytes if parameter not in streamed else 0
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_name_gradient)
     for part in parts:

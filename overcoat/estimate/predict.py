@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -135,8 +135,8 @@ class Predictor:
         model, run = self._run(batch, sequence, setup, gpus)
         matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
         lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers), model.held)
-        host += stream_host_bytes(layers)
-        lasting["offload buffers"] += stream_buffers(layers)
+        host += stream_host_bytes(layers, gpus)
+        lasting["offload buffers"] += stream_buffers(layers, gpus, setup.torch_reduce_dtype)
         living, buffers = run.phases[setup.releases], {ROUND: round_bytes(matrices, gpus)} if matrices else {}
         by_phase = [
             _together(lasting, {**fullest, **(buffers if _steps(label, setup) else {})}) for label, fullest, _ in living
@@ -173,14 +173,16 @@ class Predictor:
         lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers), model.held)
         trained = sum(part_bytes(each, gpus) for each in model.parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
-        weights = sum(each.nbytes for each in model.parameters)
+        moved = weights_of(layers)
+        weights = sum(each.nbytes for each in model.parameters if gpus == 1 or id(each) not in moved)
         wider = (setup.torch_reduce_dtype or setup.torch_dtype).itemsize / setup.torch_dtype.itemsize
         work = sum(flops(each.shape[-2], each.shape[-1], 5) * each.shape[:-2].numel() for each in matrices) / gpus
         crossing = Crossing(0, 0)
         if layers:
-            moved = weights_of(layers)
             stepped = sum(each.nbytes for each in model.parameters if id(each) in moved and each.requires_grad)
-            crossing, states, host = Crossing(code_bytes(layers), stepped + host), states + host, 0
+            codes, sent = code_bytes(layers), int(2 * code_bytes(layers) + stepped * wider)
+            crossing = Crossing(codes // gpus, stepped // gpus + host, sent if gpus > 1 else 0)
+            states, host = states + host, 0
         sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host, work, crossing)
         return step_times(run.work, sizes, setup.accumulation, setup.releases, cluster, expert_load)
 
@@ -188,8 +190,10 @@ class Predictor:
         """Return the layers that are streamed; ValueError: none can be."""
         if not setup.stream:
             return ()
-        if setup.is_sharded(gpus):
-            raise ValueError(f"stream: estimated on one GPU only, not on {gpus}: use --gpus 1, or leave --stream out")
+        if setup.replicated:
+            raise ValueError("stream: shards have no replicas, so not with --hybrid: leave one out")
+        if gpus > 1 and model.streamed:
+            return model.streamed
         layers, left = streamed_layers(model.model, setup.resident)
         if not layers:
             raise ValueError(
@@ -211,7 +215,7 @@ class Predictor:
         if setup.is_sharded(gpus) and sees(self.config):
             many = f"gpus {gpus}" if gpus > 1 else "replicated"
             raise ValueError(f"{many}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1")
-        alone, work = setup.of_model(), (batch, sequence, setup.without_optimizer(), gpus)
+        alone, work = replace(self._work(setup, gpus), accumulation=1), (batch, sequence, self._work(setup, gpus), gpus)
         with _ALONE:
             if (alone, gpus) not in self._models:
                 self._models[alone, gpus] = trained_model(self.config, alone, gpus)
@@ -226,7 +230,13 @@ class Predictor:
 
     def batches(self, sequence: int, setup: Setup, gpus: int) -> list[int]:
         """Return the batches that `predict` has already run."""
-        return [batch for batch, *work in self._runs if work == [sequence, setup.without_optimizer(), gpus]]
+        return [batch for batch, *work in self._runs if work == [sequence, self._work(setup, gpus), gpus]]
+
+    @staticmethod
+    def _work(setup: Setup, gpus: int) -> Setup:
+        """Return the setup reduced to what a dry run depends on: FSDP2 does not gather what is streamed."""
+        work = setup.without_optimizer()
+        return replace(work, stream=True, resident=setup.resident) if setup.stream and gpus > 1 else work
 
     def kept(self, batch: int, sequence: int, setup: Setup) -> SavedReport:
         """Return the tensors that a forward pass saves for its backward, by op and tensor."""

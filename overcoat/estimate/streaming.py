@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Optional
+
+import torch
 
 from overcoat.estimate.phases import EMBEDDING_BACKWARD
 from overcoat.estimate.workspaces import aligned
+from overcoat.kernels.blockwise import BLOCK
+from overcoat.pinned_memory import packed
 from overcoat.streaming.layers import Layer, Stack
 from overcoat.streaming.stream import BACKLOG, BUFFERS, SLOTS
 
@@ -24,17 +29,40 @@ def code_bytes(layers: Sequence[Layer]) -> int:
     return sum(layer.bytes for layer in layers)
 
 
-def stream_host_bytes(layers: Sequence[Layer]) -> int:
-    """Return the bytes of weights and codes in host memory; states come on top."""
-    return sum(stack.bytes + stack.code_bytes for stack in _stacks(layers))
+def check_shares(layers: Sequence[Layer], gpus: int) -> None:
+    """Raise ValueError if a weight's rows, or its blocks, cannot be shared evenly, as `overcoat.stream` needs."""
+    for stack in _stacks(layers):
+        for param, name in zip(stack.params, stack.names, strict=True):
+            unit = gpus * (BLOCK if stack.scaling == "block" else 1)
+            if len(param) % unit:
+                raise ValueError(f"stream: {gpus} GPUs cannot share the {len(param)} rows of {name} evenly: use others")
 
 
-def stream_buffers(layers: Sequence[Layer]) -> int:
-    """Return the bytes on the GPU that all layers share: slots of codes, buffers of weights and their new codes."""
+def _own_bytes(stack: Stack, gpus: int) -> int:
+    """Return the bytes of one GPU's rows of a stack."""
+    return packed([size // gpus for *_, size in stack.own.shapes])[1]
+
+
+def stream_host_bytes(layers: Sequence[Layer], gpus: int = 1) -> int:
+    """Return the bytes of one GPU's weights and codes in host memory; states come on top."""
+    return sum(_own_bytes(stack, gpus) + stack.code_bytes // gpus for stack in _stacks(layers))
+
+
+def stream_buffers(layers: Sequence[Layer], gpus: int = 1, reduced: Optional[torch.dtype] = None) -> int:
+    """Return the bytes on the GPU that all layers share: slots of codes, buffers of own weights and their new codes.
+
+    Of several GPUs also own gradients of a stack, and one weight's in the dtype `reduced`, None: its own.
+    """
     stacks = _stacks(layers)
-    largest = [of.bytes for of in stacks], [of.code_bytes for of in stacks]
+    largest = [_own_bytes(of, gpus) for of in stacks], [of.code_bytes // gpus for of in stacks]
     slots = SLOTS * aligned(max([layer.bytes for layer in layers], default=0))
-    return slots + BUFFERS * sum(aligned(max(sizes, default=0)) for sizes in largest)
+    summed = aligned(max(largest[0], default=0)) if gpus > 1 else 0
+    params = [param for stack in stacks for param in stack.params]
+    if gpus > 1 and reduced is not None:
+        summed += max(
+            [aligned(param.numel() * reduced.itemsize) for param in params if param.dtype != reduced], default=0
+        )
+    return slots + BUFFERS * sum(aligned(max(sizes, default=0)) for sizes in largest) + summed
 
 
 def waiting_gradients(layers: Sequence[Layer], label: str) -> int:

@@ -214,10 +214,11 @@ def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 class Crossing(NamedTuple):
     """Bytes between host and GPU with `overcoat.stream`: FP8 codes, which come twice, and go once if all are trained;
-    and weights with states, which come and go once."""
+    and weights with states, which come and go once; of this process' rows. sent: bytes of whole layers between GPUs."""
 
     codes: int
     stepped: int
+    sent: int = 0
 
     def seconds(self, link: float) -> tuple[float, float]:
         """Return the seconds behind the forward, and each way behind the backward."""
@@ -316,7 +317,7 @@ def step_times(
         links += (accumulation * (copied + 6 * coded / cluster.sharding) + 2 * coded / cluster.sharding) / (
             memory * MEMORY
         )
-        sent = (2 * sizes.gathered + sizes.reduced) * share
+        sent = (2 * sizes.gathered + sizes.reduced + sizes.crossing.sent) * share
         links += _shows(ahead + back, accumulation * sent / rate, LINK_SHOWS)
     if cluster.hybrid and cluster.nodes > 1:
         part = sizes.trained * sizes.reduced / sizes.weights

@@ -55,6 +55,17 @@ def test_the_link_limits_until_there_are_tokens_enough(capsys):
     assert counts[2] < 1024
 
 
+def test_several_gpus_share_what_crosses_the_link(capsys):
+    words = ["estimate", "--json", "--model", "124m", "--recipe", "leanest", "--stream", "--seq", "1024"]
+    found = []
+    for gpus in ("1", "4"):
+        assert cli.main([*words, "--gpus", gpus]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    one, four = found
+    assert 4 * four["host_bytes"] == pytest.approx(one["host_bytes"], rel=1e-3)
+    assert four["peak_bytes"] < one["peak_bytes"]
+
+
 def test_the_largest_model_is_named(capsys, monkeypatch):
     names = ("124m", "qwen3-0.6b", "olmo-1b")
     monkeypatch.setattr("overcoat.estimate.command.MODELS", {name: MODELS[name] for name in names})
@@ -68,7 +79,8 @@ def test_the_largest_model_is_named(capsys, monkeypatch):
     ("words", "message"),
     [
         (["--host-memory", "64GB"], "--host-memory goes with --stream"),
-        (["--stream", "--gpus", "2"], "stream: estimated on one GPU"),
+        (["--stream", "--gpus", "5"], "5 GPUs cannot share the 768 rows of"),
+        (["--stream", "--gpus", "4", "--nodes", "2", "--hybrid"], "so not with --hybrid"),
         (["--stream", "--accumulation", "2"], "stream cannot accumulate 2"),
         (["--resident", "2"], "resident 2 is for stream alone"),
         (["--stream", "--resident", "12"], "from 0 to 11"),

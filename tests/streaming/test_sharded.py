@@ -24,12 +24,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 import overcoat
 from overcoat import Recipe
+from overcoat.estimate.predict import Predictor
+from overcoat.estimate.setup import Setup
 from overcoat.models.family import decoder_layers
 from overcoat.optim.sharding import local
 from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.nightly import mostly_nightly
 from tests.processes import on_many, on_two, two_of
+from tests.streaming import test_stream as harness
 from tests.streaming.test_races import run
 from tests.streaming.test_stream import CASES, SMALL, add_adapters, freeze_some
 
@@ -248,6 +251,28 @@ def _halves(rank: int, device: str) -> None:
 @two_of
 def test_halves_of_a_step_are_the_step(device: str) -> None:
     on_two(_halves, device, device)
+
+
+def _in_host_memory(rank: int) -> None:
+    """Half of what one process has, to the byte as estimated."""
+    found = []
+    model = make_model("llama", layers=3, **SMALL)
+    alone = harness.prepare(model, Recipe(), "cpu", True)
+    harness.train(model, alone[0], "cpu", 1)
+    model = make_model("llama", layers=3, **SMALL)
+    shared = prepare(model, Recipe(), "cpu", True)
+    train(model, shared[0], "cpu", 1)
+    for optimizer, handle in (alone, shared):
+        states = [optimizer.state[param]["exp_avg"] for param in streamed_weights(handle)]
+        held = [*map(local, states), *(stack.host for stack in handle.stacks)]
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in held))
+    assert 2 * found[1] == pytest.approx(found[0], rel=1e-3)  # padding
+    predicted = Predictor(model.config).predict(2, 32, Setup(stream=True), gpus=2)
+    assert predicted.host_bytes == found[1]
+
+
+def test_each_process_holds_its_part_in_host_memory() -> None:
+    on_two(_in_host_memory, "cpu")
 
 
 def _resumed(rank: int, device: str, folder: str) -> None:
