@@ -232,6 +232,15 @@ def with_fp8_all_gather(case: Case) -> str:
     return ""
 
 
+def with_sharded_streaming(case: Case) -> str:
+    model = sharded(case)
+    overcoat.stream(model, overcoat.AdamW(trained(model), lr=1e-3))
+    loss = model(**batch(), use_cache=False).loss
+    loss.backward()
+    check(case, float(loss))
+    return "no clipping by the norm of all gradients; codes, weights and states cross PCIe"
+
+
 def with_context_parallel(case: Case) -> str:
     model = converted(case)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("context",))
@@ -257,6 +266,7 @@ ALONE: dict[str, Feature] = {
 TOGETHER: dict[str, Feature] = {
     "FSDP2": with_fsdp2,
     "`fp8_all_gather`": with_fp8_all_gather,
+    "`stream` with FSDP2": with_sharded_streaming,
     "`context_parallel`": with_context_parallel,
 }
 GRAPHS = "CUDA graphs"

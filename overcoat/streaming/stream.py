@@ -42,11 +42,11 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.block.linear import GatheredWeight
 from overcoat.distributed.fp8_all_gather import fp8_stacks, fsdp_params
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer, checked_now
+from overcoat.models.frozen import frozen_of
 from overcoat.models.lora import base_of
 from overcoat.models.masks import cache_of
 from overcoat.optim.adamw import AdamW
@@ -184,7 +184,7 @@ class Stream(GradientRelease):
             reasons = "; ".join(dict.fromkeys(self.left.values())) or "no layer trains in FP8: overcoat.convert it"
             raise ValueError(f"overcoat.stream: no weight of {type(model).__name__} can be streamed: {reasons}")
         check_sharded(model, self.device)
-        if any(isinstance(param, GatheredWeight) for stack in self.stacks for param in stack.params):
+        if any(frozen_of(param) is not None for stack in self.stacks for param in stack.params):
             raise ValueError("overcoat.stream: frozen weights are held in FP8 (Recipe.frozen_weights): use one")
         if any(layer.module.overcoat_mode is not None for layer in self.layers):
             raise ValueError("overcoat.stream: compiled layers cannot wait for copies: set train.compile = 'none'")

@@ -165,16 +165,16 @@ def test_other_states_and_weights_in_16_bits(device: str) -> None:
 
 
 def _reduced_otherwise(rank: int, device: str) -> None:
-    """In FP32, and summed, as `overcoat train` asks for."""
+    """In FP32; summed without a division, as `overcoat train` asks for, or with one."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for factor in (None, 1.0):
+    for is_sum, factor in ((False, None), (True, 1.0), (True, None), (True, 3.0)):
         runs = [make("default", device, way, policy=policy) for way in (False, True)]
         for model, *_ in runs:
             for module in (*layers_of(model), model):
                 if factor is not None:
                     module.set_gradient_divide_factor(factor)
-                module.set_force_sum_reduction_for_comms(factor is not None)
-        assert_same_run(*runs, device)
+                module.set_force_sum_reduction_for_comms(is_sum)
+        assert_same_run(*runs, device, 2)
 
 
 @two_of
