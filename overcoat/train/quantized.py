@@ -144,7 +144,7 @@ def _are_fp8(about: dict[str, Any]) -> bool:
 
 def of_powers(scales: Tensor) -> Tensor:
     """Return scales that are stored as exponents of two in bytes (E8M0) as what they stand for, others as they are."""
-    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales
+    return scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales
 
 
 @functools.cache
