@@ -25,7 +25,7 @@ from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter, ow
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.replay import alike_blocks
 from overcoat.estimate.setup import Setup
-from overcoat.estimate.streaming import check_shares
+from overcoat.estimate.streaming import check_shares, stand_in
 from overcoat.estimate.times import Work
 from overcoat.estimate.workspaces import LibraryAttention
 from overcoat.extras import reason
@@ -91,7 +91,8 @@ class Trained(NamedTuple):
 
     parameters: before they are sharded; matrices: those of hidden layers; report: of `convert`; parts: for gradient
         release. gathered: bytes of all parameters, as FSDP2 gathers them. held: ids of weights that are held as FP8
-        codes. streamed: layers that several GPUs stream.
+        codes. streamed: layers with weights in host memory, in the model as `overcoat.stream` runs them. left: why
+        other weights cannot be, by their names.
     """
 
     model: Any
@@ -102,6 +103,7 @@ class Trained(NamedTuple):
     gathered: int
     held: frozenset[int]
     streamed: tuple[Layer, ...] = ()
+    left: dict[str, str] = {}  # noqa: RUF012
 
 
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
@@ -114,12 +116,14 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     report = convert(model, setup.recipe)
     _order_rows(model)
     held = frozenset(map(id, weights_to_hold(model, setup.recipe)))
-    if not setup.is_sharded(gpus):
-        return Trained(model, parameters, matrices, report, Parts(model), 0, held)
-    streamed = tuple(streamed_layers(model, setup.resident)[0] if setup.stream else ())
-    check_shares(streamed, gpus)
-    gathered = shard(model, setup, gpus, frozenset(param for layer in streamed for param in layer.params))
-    return Trained(model, parameters, matrices, report, Parts(model), gathered, held, streamed)
+    layers, left = streamed_layers(model, setup.resident) if setup.stream else ([], {})
+    gathered = 0
+    if setup.is_sharded(gpus):
+        check_shares(layers, gpus)
+        gathered = shard(model, setup, gpus, frozenset(param for layer in layers for param in layer.params))
+    parts = Parts(model)
+    stand_in(layers, parts)
+    return Trained(model, parameters, matrices, report, parts, gathered, held, tuple(layers), left)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -39,7 +39,6 @@ from overcoat.optim.offload import SLOTS
 from overcoat.optim.state import MUON, state_fields
 from overcoat.pinned_memory import packed
 from overcoat.streaming.layers import Layer
-from overcoat.streaming.stream import streamed_layers
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
 # lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes. They hold for
@@ -192,14 +191,10 @@ class Predictor:
             return ()
         if setup.replicated:
             raise ValueError("stream: shards have no replicas, so not with --hybrid: leave one out")
-        if gpus > 1 and model.streamed:
-            return model.streamed
-        layers, left = streamed_layers(model.model, setup.resident)
-        if not layers:
-            raise ValueError(
-                f"stream: no weight can be streamed: {'; '.join(dict.fromkeys(left.values())) or 'no FP8'}"
-            )
-        return tuple(layers)
+        if not model.streamed:
+            reasons = "; ".join(dict.fromkeys(model.left.values())) or "no FP8"
+            raise ValueError(f"stream: no weight can be streamed: {reasons}")
+        return model.streamed
 
     def _lasting(self, *arguments: Any) -> tuple[dict[str, int], int]:
         lasting, host = self._cached(*arguments)
@@ -215,7 +210,7 @@ class Predictor:
         if setup.is_sharded(gpus) and sees(self.config):
             many = f"gpus {gpus}" if gpus > 1 else "replicated"
             raise ValueError(f"{many}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1")
-        alone, work = replace(self._work(setup, gpus), accumulation=1), (batch, sequence, self._work(setup, gpus), gpus)
+        alone, work = setup.of_model(), (batch, sequence, setup.without_optimizer(), gpus)
         with _ALONE:
             if (alone, gpus) not in self._models:
                 self._models[alone, gpus] = trained_model(self.config, alone, gpus)
@@ -230,13 +225,7 @@ class Predictor:
 
     def batches(self, sequence: int, setup: Setup, gpus: int) -> list[int]:
         """Return the batches that `predict` has already run."""
-        return [batch for batch, *work in self._runs if work == [sequence, self._work(setup, gpus), gpus]]
-
-    @staticmethod
-    def _work(setup: Setup, gpus: int) -> Setup:
-        """Return the setup reduced to what a dry run depends on: FSDP2 does not gather what is streamed."""
-        work = setup.without_optimizer()
-        return replace(work, stream=True, resident=setup.resident) if setup.stream and gpus > 1 else work
+        return [batch for batch, *work in self._runs if work == [sequence, setup.without_optimizer(), gpus]]
 
     def kept(self, batch: int, sequence: int, setup: Setup) -> SavedReport:
         """Return the tensors that a forward pass saves for its backward, by op and tensor."""

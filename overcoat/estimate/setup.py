@@ -119,7 +119,7 @@ class Setup:
     def without_optimizer(self) -> Setup:
         """Return the setup reduced to what a dry run depends on; passes after the second are like the second."""
         of_states = ("optimizer", "moments", "master", "group_size", "offload", "offload_buffer")
-        default = {name: getattr(Setup, name) for name in (*of_states, "release_gradients", "stream", "resident")}
+        default = {name: getattr(Setup, name) for name in (*of_states, "release_gradients")}
         return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)
 
     def of_model(self) -> Setup:

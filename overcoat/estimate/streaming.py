@@ -7,9 +7,11 @@ from typing import Optional
 
 import torch
 
+from overcoat.estimate.meter import META
 from overcoat.estimate.phases import EMBEDDING_BACKWARD
 from overcoat.estimate.workspaces import aligned
 from overcoat.kernels.blockwise import BLOCK
+from overcoat.optim.release import Parts
 from overcoat.pinned_memory import packed
 from overcoat.streaming.layers import Layer, Stack
 from overcoat.streaming.stream import BACKLOG, BUFFERS, SLOTS
@@ -17,6 +19,22 @@ from overcoat.streaming.stream import BACKLOG, BUFFERS, SLOTS
 
 def _stacks(layers: Sequence[Layer]) -> list[Stack]:
     return [stack for layer in layers for stack in layer.stacks]
+
+
+def stand_in(layers: Sequence[Layer], parts: Parts) -> None:
+    """Put what stands for the weights of streamed layers in their place, on the meta device: codes in slots, of which
+    the GEMMs make no others. Their gradients belong to the weights' parts."""
+    size = max([layer.bytes for layer in layers], default=0)
+    slots = [torch.empty(size, dtype=torch.uint8, device=META) for _ in range(SLOTS)]
+    for layer in layers:
+        for stack, sent in zip(layer.stacks, layer.sent_in(slots[layer.number % SLOTS]), strict=True):
+            stack.stand_in(sent)
+            with torch.no_grad():
+                stack.encode(list(stack.params))  # for the scales
+            for param, leaf in zip(stack.params, stack.leaves, strict=True):
+                if param.requires_grad:
+                    parts.number[id(leaf)] = parts.number.pop(id(param))
+        layer.put([leaf for stack in layer.stacks for leaf in stack.leaves])
 
 
 def weights_of(layers: Sequence[Layer]) -> frozenset[int]:
@@ -54,15 +72,17 @@ def stream_buffers(layers: Sequence[Layer], gpus: int = 1, reduced: Optional[tor
     Of several GPUs also own gradients of a stack, and one weight's in the dtype `reduced`, None: its own.
     """
     stacks = _stacks(layers)
-    largest = [_own_bytes(of, gpus) for of in stacks], [of.code_bytes // gpus for of in stacks]
+    largest = aligned(max([_own_bytes(of, gpus) for of in stacks], default=0))
+    codes = [aligned(of.code_bytes // gpus) for of in stacks]  # of as many as are stepped in a row, one in each buffer
     slots = SLOTS * aligned(max([layer.bytes for layer in layers], default=0))
-    summed = aligned(max(largest[0], default=0)) if gpus > 1 else 0
+    summed = largest if gpus > 1 else 0
     params = [param for stack in stacks for param in stack.params]
     if gpus > 1 and reduced is not None:
         summed += max(
             [aligned(param.numel() * reduced.itemsize) for param in params if param.dtype != reduced], default=0
         )
-    return slots + BUFFERS * sum(aligned(max(sizes, default=0)) for sizes in largest) + summed
+    in_a_row = max([sum(codes[first : first + BUFFERS]) for first in range(len(codes))], default=0)
+    return slots + BUFFERS * largest + in_a_row + summed
 
 
 def waiting_gradients(layers: Sequence[Layer], label: str) -> int:

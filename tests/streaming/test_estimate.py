@@ -12,6 +12,7 @@ from overcoat import Recipe, cli, memory
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.models.shapes import MODELS
+from tests.estimate import recorded
 from tests.models.zoo import make_model
 from tests.streaming.test_stream import SMALL, prepare, train
 
@@ -40,6 +41,26 @@ def test_what_is_on_the_gpu_hardly_grows_with_layers():
     few, many = (MODELS["124m"].changed(num_hidden_layers=layers).config() for layers in (4, 8))
     peaks = [Predictor(config).predict(1, 1024, STREAMED).peak_bytes for config in (few, many)]
     assert peaks[1] - peaks[0] < 2**24  # of a layer 14 MB of weights in 16 bits
+
+
+def test_no_gemm_makes_codes_of_weights_that_come_as_codes():
+    """In a small block those of all its weights would be there at once."""
+    config, label = make_model("llama", layers=4, **MEDIUM).config, "block 2 forward"
+    workspaces = []
+    for setup in (STREAMED, Setup(Recipe.leanest(), release_gradients=True)):
+        found = Predictor(config).predict(1, 2048, setup)
+        at = [phase.label for phase in found.phases].index(label)
+        workspaces.append(found.by_phase[at]["workspace"])
+    assert workspaces[1] - workspaces[0] == pytest.approx(4 * 1024**2 + 3 * 1024 * 4096, rel=0.001)
+
+
+@pytest.mark.parametrize("commit", ["af69941", "f2bc5b33"])
+def test_peaks_are_those_that_were_measured(commit, monkeypatch):
+    """Of the commits that copied through two buffers."""
+    monkeypatch.setattr("overcoat.estimate.streaming.BUFFERS", 2)
+    (row,) = [row for row in recorded.rows("model") if row["commit"] == commit and "streamed" in row["name"]]
+    found = Predictor(MODELS[row["model"]].config()).predict(row["batch"], row["sequence"], STREAMED).peak_bytes
+    assert found == pytest.approx(row["peak_bytes"], rel=0.02)
 
 
 def test_the_link_limits_until_there_are_tokens_enough(capsys):
@@ -104,6 +125,7 @@ def test_a_training_configuration_says_so(capsys, tmp_path):
 @pytest.mark.parametrize("batch", [1, 8])
 def test_the_peak_on_a_gpu_is_as_predicted(batch):
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # those of tests before, which would be part of `before`
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = make_model("llama", layers=8, **MEDIUM)
