@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -146,7 +146,7 @@ class Stream(GradientRelease):
         self._check(model, optimizer)
         source = Source(model, weights)
         self.owners = {id(param): stack for stack in self.stacks for param in stack.params}
-        self._check_host(optimizer)
+        check_host(self.layers, optimizer)
         optimizer.forget_staging()
         self._allocate()
         self._move(model, source)
@@ -204,25 +204,6 @@ class Stream(GradientRelease):
                         f"overcoat.stream steps layers by AdamW alone, and {name} is a matrix of overcoat.Muon: use "
                         "overcoat.AdamW, or overcoat.release_gradients instead"
                     )
-
-    def _check_host(self, optimizer: AdamW) -> None:
-        """Raise ValueError if the host has too little memory."""
-        groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        params = [param for stack in self.stacks for param in stack.params]
-        stepped = [param for param in params if param.requires_grad]
-        needs = {
-            "weights": sum(stack.bytes for stack in self.stacks if stack.params[0].device.type != "cpu"),
-            "FP8 codes": sum(stack.code_bytes for stack in self.stacks),
-            "optimizer states": sum(bytes_to_offload(param, groups[id(param)]) for param in stepped),
-        }
-        processes, free = tightest_host(self.stacks[0], bytes_free())
-        needed = processes * sum(needs.values())
-        if free and needed > free:
-            listed = ", ".join(f"{name} {processes * size / 2**30:.1f}" for name, size in needs.items())
-            raise ValueError(
-                f"overcoat.stream needs {needed / 2**30:.1f} GiB more host memory ({listed}), and {free / 2**30:.1f} "
-                "GiB are free, of the host or within the container's limit: add memory, or train a smaller model"
-            )
 
     def _move(self, model: nn.Module, source: Source) -> None:
         """Move the streamed weights to page-locked host memory, all else to the device."""
@@ -594,6 +575,26 @@ class Stream(GradientRelease):
     def _before_reading(self, *_: Any) -> None:
         if self.handles:
             self.synchronize()
+
+
+def check_host(layers: Sequence[Layer], optimizer: AdamW) -> None:
+    """Raise ValueError if the host has too little memory for streamed layers, of a model on any device."""
+    stacks = [stack for layer in layers for stack in layer.stacks]
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    stepped = [param for stack in stacks for param in stack.params if param.requires_grad]
+    needs = {
+        "weights": sum(stack.bytes for stack in stacks if stack.params[0].device.type != "cpu"),
+        "FP8 codes": sum(stack.code_bytes for stack in stacks),
+        "optimizer states": sum(bytes_to_offload(param, groups[id(param)]) for param in stepped),
+    }
+    processes, free = tightest_host(stacks[0], bytes_free())
+    needed = processes * sum(needs.values())
+    if free and needed > free:
+        listed = ", ".join(f"{name} {processes * size / 2**30:.1f}" for name, size in needs.items())
+        raise ValueError(
+            f"overcoat.stream needs {needed / 2**30:.1f} GiB more host memory ({listed}), and {free / 2**30:.1f} GiB "
+            "are free, of the host or within the container's limit: add memory, or train a smaller model"
+        )
 
 
 def _refuse_backward(_gradient: Tensor) -> None:

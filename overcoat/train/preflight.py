@@ -9,8 +9,18 @@ import torch
 
 import overcoat
 from overcoat.extras import load_pretrained
+from overcoat.streaming.stream import check_host, streamed_layers
+from overcoat.train import process
 from overcoat.train.adapters import base_name
-from overcoat.train.build import auto_class, check_tables, keeps_codes, make_recipe, model_settings
+from overcoat.train.build import (
+    auto_class,
+    check_tables,
+    freeze,
+    keeps_codes,
+    make_optimizer,
+    make_recipe,
+    model_settings,
+)
 from overcoat.train.config import Config
 from overcoat.train.quantized import check_quantized
 
@@ -22,7 +32,22 @@ def check_named_model(config: Config) -> None:
     if type(kind).__module__.startswith("transformers."):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the training says them, too
-            check_tables(trial_model(config, kind), 0, config)
+            model = trial_model(config, kind)
+            check_tables(model, 0, config)
+        if config.train.stream and process.count() == 1:  # several may be on several hosts: `overcoat.stream` knows
+            _check_host(model, config)
+
+
+def _check_host(model: Any, config: Config) -> None:
+    """Refuse a model whose streamed layers the host has no memory for, with the figures; model: on the meta device."""
+    freeze(model, config.model.freeze)
+    layers, _ = streamed_layers(model, config.train.resident)
+    if not layers or not any(parameter.requires_grad for parameter in model.parameters()):
+        return  # refused later
+    optimizer = make_optimizer(model, config.optimizer, config.train.seed)
+    if config.lora.rank or (config.model.holds_adapters and not config.lora.merge_start):  # these train instead
+        model.requires_grad_(False)
+    check_host(layers, optimizer)
 
 
 def trial_model(config: Config, kind: Any) -> Any:

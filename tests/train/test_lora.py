@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import warnings
@@ -19,7 +20,7 @@ from overcoat.train.batch_plan import BatchPlan, choose_plan, model_config
 from overcoat.train.build import build_model
 from overcoat.train.config import Config
 from overcoat.train.loop import RunStoppedError
-from overcoat.train.run import run, run_once
+from overcoat.train.run import check_before_training, run, run_once
 from overcoat.train.tokenizer import train_tokenizer
 from tests.processes import on_two
 from tests.train.runs import CPU, MakeConfig, losses, newest, stop_at, tensors_in, text_of
@@ -90,6 +91,17 @@ def test_dora_trains_magnitudes_in_fp8_layers(held: str, lora_config: Any, conso
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/export", dtype=torch.bfloat16).state_dict()
         assert merged.keys() == base.keys()
         assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_small_host_is_told_before_the_model_is_read(lora_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 bytes a weight and 1 of its codes; without adapters, 3 more of states."""
+    words, needed = ("train.stream=true", "optimizer.clip=0", "recipe.name=leanest"), 2 * (4 * 128**2 + 3 * 128 * 256)
+    for free, is_enough in ((3 * needed, True), (3 * needed - 1, False)):
+        monkeypatch.setattr("overcoat.streaming.stream.bytes_free", lambda free=free: free)
+        with contextlib.nullcontext() if is_enough else pytest.raises(ValueError, match=r"\(weights .* are free"):
+            check_before_training(lora_config(*words))
+        with pytest.raises(ValueError, match=r"host memory \(weights 0\.0, FP8 codes 0\.0, optimizer states 0\.0"):
+            check_before_training(lora_config("lora.rank=0", *words))
 
 
 def test_frozen_modules_get_no_adapters(lora_config: Any) -> None:
