@@ -129,6 +129,9 @@ class _PageLocked(mmap.mmap):
         _make_pages(address, len(self))
         error = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 1))  # portable: for all GPUs
         if error:
+            if torch.cuda.is_available():  # CUDA keeps the error, and blames whoever launches a kernel next
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
             raise RuntimeError(
                 f"offload: CUDA error {error} while page-locking {len(self)} bytes of host memory for {purpose}, with "
                 f"{bytes_free()} bytes free{_locked_limit()}; free host memory, raise the limit, or use {instead}"
