@@ -34,7 +34,7 @@ from overcoat.kernels.muon import flops
 from overcoat.memory import SavedReport
 from overcoat.models.convert import Report
 from overcoat.models.dummy_batch import sees
-from overcoat.optim.muon import round_bytes
+from overcoat.optim.muon_step import round_bytes
 from overcoat.optim.offload import SLOTS
 from overcoat.optim.state import MUON, state_fields
 from overcoat.pinned_memory import packed

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import overcoat
 from overcoat import AdamW, Muon, muon_groups, release_gradients
 from overcoat.kernels.muon import COEFFICIENTS, flops, newton_schulz, segments
-from overcoat.optim.muon import deal, is_hidden_matrix, matrices_of
+from overcoat.optim.muon import is_hidden_matrix
+from overcoat.optim.muon_step import deal, matrices_of
 from tests.optim.harness import assert_same_bits, set_grads, snapshot
 from tests.optim.test_sharding import Experts, everything, load, save
 from tests.optim.test_sharding import assert_same_bits as assert_same_named
