@@ -132,11 +132,15 @@ class Piece(NamedTuple):
     def groups(self) -> int:
         return (self.stop - self.start) * self.layout.groups
 
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.layout.rows
+
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return these rows of a parameter, or of a state of it by element or by group, as a flat view."""
         flat, rows = tensors[self.owner].view(-1), self.layout.rows
         width = flat.numel() // rows
-        return flat if self.stop - self.start == rows else flat[self.start * width : self.stop * width]
+        return flat if self.is_whole else flat[self.start * width : self.stop * width]
 
 
 def _bundles(layouts: Sequence[Rows], group_size: int) -> Iterator[list[Piece]]:

@@ -329,19 +329,23 @@ def apply_kernel(
 
 
 class Passes:
-    """Device tables of a list of parts, made once and used in every step: both passes over their memory."""
+    """Device tables of a list of parts, made once and used in every step: both passes over their memory.
 
-    def __init__(self, tensors: StepTensors, parts: Sequence[Part]) -> None:
+    origins: the parts' pieces of the parameters, whose gradients and step counts are used, if `tensors` are of pieces.
+    """
+
+    def __init__(self, tensors: StepTensors, parts: Sequence[Part], origins: Sequence[Piece] | None = None) -> None:
         parts = [part for part in parts if part.numel]
+        origins = [part.piece for part in parts] if origins is None else origins
         self.device, self.dtype = tensors.params[0].device, tensors.params[0].dtype
         rows: List[List[int]] = []
         counts: dict[tuple[bool, int], List[int]] = {}  # tiles of each part, by kind of launch
         size = tensors.group_size
-        for number, (piece, offset, ratio) in enumerate(parts):
+        for number, ((piece, offset, ratio), origin) in enumerate(zip(parts, origins, strict=True)):
             named = {"param": tensors.params, **{name: of for name, of in tensors.states.items() if name in FIELDS}}
             fields = {name: piece.of(of).data_ptr() for name, of in named.items()}
             columns = piece.layout.columns
-            element = piece.start * columns
+            element = origin.start * columns
             aligned = all(fields[name] % 16 == 0 for name in FIELDS[:3] if name in fields)
             aligned = aligned and element % 16 == 0 and offset % 16 == 0
             kind = (aligned and columns % size == 0, 16 if aligned and columns % 16 == 0 else 1)
@@ -352,7 +356,7 @@ class Passes:
                 "groups_per_row": piece.layout.groups,
                 "first_group": tensors.first_groups[piece.owner] + piece.start * piece.layout.groups,
                 "key": tensors.keys[piece.owner],
-                "owner": piece.owner,
+                "owner": origin.owner,
                 "element": element,
                 "offset": offset,
                 "ratio": int(torch.tensor(ratio).view(torch.int32)),

@@ -19,6 +19,7 @@ from typing import Any, Optional, Union
 from torch import Tensor, nn
 
 from overcoat.optim.adamw import AdamW
+from overcoat.optim.muon_offload import OffloadedMuonStepGroup
 from overcoat.optim.muon_step import MuonStepGroup
 from overcoat.optim.state import MUON
 from overcoat.optim.step import StepGroup
@@ -50,7 +51,8 @@ class Muon(AdamW):
         state: "8bit" (default), "fp8", "bf16" or "fp32": codes of momentum and of AdamW's moments.
         scale: factor of the learning rate by a matrix's shape: "spectral" sqrt(max(1, rows / columns)), or
             "match_rms_adamw" 0.2 sqrt(max(rows, columns)), the update's RMS of AdamW.
-        betas, eps: of AdamW's groups. master, group_size, seed, check_finite, clip_grad_norm: as in `AdamW`.
+        betas, eps: of AdamW's groups. master, group_size, seed, check_finite, clip_grad_norm, offload, offload_buffer:
+            as in `AdamW`.
 
     A group may override any option but `state`, and give "splits": numbers of rows, such as those of q, k and v in a
     fused weight, that are orthogonalized apart; and "transposed": True if rows are a layer's inputs, so that `scale`
@@ -81,6 +83,8 @@ class Muon(AdamW):
         seed: int = 0,
         check_finite: bool = True,
         clip_grad_norm: Optional[float] = None,
+        offload: bool = False,
+        offload_buffer: int = 192 * 2**20,
     ) -> None:
         if state not in MOMENTUM:
             raise ValueError(f"state {state!r} must be one of {', '.join(MOMENTUM)}")
@@ -89,7 +93,7 @@ class Muon(AdamW):
         self._adamw_lr, self._state = adamw_lr, state
         super().__init__(
             params, lr, betas, eps, weight_decay, moments=state, master=master, group_size=group_size, seed=seed,
-            check_finite=check_finite, clip_grad_norm=clip_grad_norm,
+            check_finite=check_finite, clip_grad_norm=clip_grad_norm, offload=offload, offload_buffer=offload_buffer,
         )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,7 +130,9 @@ class Muon(AdamW):
         for param, index in zip(params, indices, strict=True):
             self._place_state(group, param, index)
         self._owners = list(self.state)
-        return MuonStepGroup(weakref.proxy(self), group, params, indices)
+        if not self.offload:
+            return MuonStepGroup(weakref.proxy(self), group, params, indices)
+        return OffloadedMuonStepGroup(self.staging_on(params[0].device), weakref.proxy(self), group, params, indices)
 
 
 # ---- which parameters are matrices ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from overcoat.formats.masters import resolve_master
 from overcoat.kernels import muon as kernels
 from overcoat.kernels.adamw import Piece, Rows, rows_of
-from overcoat.kernels.adamw_step import step_coefficients
+from overcoat.kernels.adamw_step import StepTensors, step_coefficients
 from overcoat.kernels.muon import MuonHyper, Part, Passes
 from overcoat.optim.sharding import first_row, is_cut, local
 from overcoat.optim.step import StepGroup
@@ -236,6 +236,23 @@ def _all_to_all(sent: Tensor, received: list[int], sizes: list[int], group: Opti
     return Exchange(result, sent, work)
 
 
+class Held(NamedTuple):
+    """States of a round that are on the device; `muon_offload.MatrixChunk` is some that are in host memory.
+
+    tensors, parts: for the reference; passes: over memory, by kernels.
+    """
+
+    tensors: StepTensors
+    parts: list[Part]
+    passes: Optional[Passes]
+
+    def pieces_of(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors
+
+    def of(self, values: Tensor) -> Tensor:
+        return values
+
+
 class MuonStepGroup(StepGroup):
     """A step group of matrices; arguments as in `StepGroup`."""
 
@@ -258,9 +275,22 @@ class MuonStepGroup(StepGroup):
         for owner, param in enumerate(self.params):
             owners.setdefault(mesh_of(param), []).append(owner)
         self.rounds = [round for mesh, of in owners.items() for round in self._rounds(mesh, of)]
+        self._prepare_passes()
+
+    def _prepare_passes(self) -> None:
         if self.on_kernel:
             tensors = self.with_states()
             self.passes = [Passes(tensors, round.parts) for round in self.rounds]
+
+    def held(self, number: int, states: str) -> Iterator[Any]:
+        """Yield what holds the states of a round, while they are on the device.
+
+        states: "momentum" or "remainder", one for each of the passes over memory.
+        """
+        if self.on_kernel:
+            yield Held(self.tensors, self.rounds[number].parts, self.passes[number])
+        else:
+            yield Held(self.with_states(), self.rounds[number].parts, None)
 
     def _rounds(self, mesh: Mesh, owners: Sequence[int]) -> list[Round]:
         """Return the rounds of the parameters `owners`, whose matrices these processes share."""
@@ -305,29 +335,35 @@ class MuonStepGroup(StepGroup):
 
         def begin(number: int) -> Tensor:
             updates = self._buffer(self.rounds[number])
-            self.passes[number].momentum(addresses, dtype, updates, counted[0], factor, skip, hyper)
+            for held in self.held(number, "momentum"):
+                held.passes.momentum(addresses, dtype, updates, counted[0], factor, skip, hyper)
             return updates
 
         def apply(number: int, updates: Tensor) -> None:
-            self.passes[number].apply(updates, counted, skip, hyper)
+            for held in self.held(number, "remainder"):
+                held.passes.apply(updates, counted, skip, hyper)
 
         self._work_through(begin, apply, hyper.steps)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: MuonHyper) -> None:
-        tensors, skipped = self.with_states(), skip.expand(len(self.params)).tolist()
-        counters = [of for of, is_skipped in zip(tensors.states["step"], skipped, strict=True) if not is_skipped]
+        all_counters, skipped = [state["step"] for state in self.states()], skip.expand(len(self.params)).tolist()
+        counters = [of for of, is_skipped in zip(all_counters, skipped, strict=True) if not is_skipped]
         if counters:
             torch._foreach_add_(counters, 1.0)
-        steps = torch.stack(tensors.states["step"])
+        steps = torch.stack(all_counters)
         coefficients = step_coefficients(steps, lr, *hyper[:4])
 
         def begin(number: int) -> Tensor:
-            updates, parts = self._buffer(self.rounds[number]).zero_(), self.rounds[number].parts
-            kernels.reference_momentum(tensors, parts, grads, updates, steps, factor, skip, hyper)
+            updates = self._buffer(self.rounds[number]).zero_()
+            for held in self.held(number, "momentum"):
+                tensors, parts, of = held.tensors, held.parts, held.of
+                of_parts = held.pieces_of(grads)
+                kernels.reference_momentum(tensors, parts, of_parts, updates, of(steps), factor, of(skip), hyper)
             return updates
 
         def apply(number: int, updates: Tensor) -> None:
-            parts = self.rounds[number].parts
-            kernels.reference_apply(tensors, parts, updates, steps, coefficients, skip, hyper)
+            for held in self.held(number, "remainder"):
+                tensors, parts, of = held.tensors, held.parts, held.of
+                kernels.reference_apply(tensors, parts, updates, of(steps), of(coefficients), of(skip), hyper)
 
         self._work_through(begin, apply, hyper.steps)

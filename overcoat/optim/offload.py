@@ -14,14 +14,14 @@ which waits and copies, or after `torch.cuda.synchronize()`. On a CPU the same c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from overcoat.kernels.adamw import Hyper, rows_of
+from overcoat.kernels.adamw import Hyper, Piece, rows_of
 from overcoat.kernels.adamw_step import Plan, StepTensors, reference_step
 from overcoat.optim.step import StepGroup
 from overcoat.pinned_memory import ALIGNMENT, packed
@@ -38,46 +38,26 @@ def check_offload_options(offload: bool, offload_buffer: int) -> None:
         raise ValueError(f"offload_buffer {offload_buffer!r} must be a number of bytes, for example {192 * 2**20}")
 
 
-class Piece(NamedTuple):
-    """Rows `start` to `stop` of parameter number `owner`, viewed as a matrix; stepped like a parameter of its own."""
-
-    owner: int
-    start: int
-    stop: int
-    rows: int  # of the whole parameter; 1 for a vector
-    columns: int
-    groups: int  # of a row
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of a contiguous tensor with one value per element, or per group, of the parameter."""
-        return tensor.view(self.rows, -1)[self.start : self.stop]
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == self.rows
-
-
 def states_of(tensors: StepTensors) -> dict[str, list[Tensor]]:
     """Return the lists of states without the step counts."""
     return {name: of for name, of in tensors.states.items() if of and name != "step"}
 
 
-def cut(tensors: StepTensors, size: int) -> Iterator[list[Piece]]:
-    """Yield all parameters in as few chunks as possible whose packed states take at most `size` bytes each.
+def cut(tensors: StepTensors, wholes: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
+    """Yield rows of parameters in as few chunks as possible whose packed states take at most `size` bytes each.
 
     ValueError: the states of a single row are larger.
     """
     chunk: list[Piece] = []
-    room = size
-    for owner, param in enumerate(tensors.params):
-        states, start = [of[owner] for of in states_of(tensors).values()], 0
-        rows, columns, groups = rows_of(param.shape, tensors.group_size)
-        while start < rows and columns:
-            piece = Piece(owner, start, rows, rows, columns, groups)
+    room, states = size, list(states_of(tensors).values())
+    for whole in wholes:
+        start = whole.start
+        while start < whole.stop and whole.layout.columns:
+            piece = whole._replace(start=start)
             if _packed_bytes(piece, states) > room:
                 of_row = sum(piece._replace(stop=start + 1).of(state).nbytes for state in states)
                 fitting = max(room - ALIGNMENT * len(states), 0) // of_row
-                piece = piece._replace(stop=min(start + fitting, rows))
+                piece = piece._replace(stop=min(start + fitting, whole.stop))
             if piece.start < piece.stop:
                 chunk.append(piece)
                 room -= _packed_bytes(piece, states)
@@ -86,15 +66,22 @@ def cut(tensors: StepTensors, size: int) -> Iterator[list[Piece]]:
                 yield chunk
                 chunk, room = [], size
             else:
+                shape = tuple(tensors.params[whole.owner].shape)
                 raise ValueError(
-                    f"offload: the states of one row of a parameter of shape {tuple(param.shape)} take {of_row} bytes, "
+                    f"offload: the states of one row of a parameter of shape {shape} take {of_row} bytes, "
                     f"a staging buffer has {size}; raise offload_buffer"
                 )
     if chunk:
         yield chunk
 
 
-def _packed_bytes(piece: Piece, states: list[Tensor]) -> int:
+def all_rows(tensors: StepTensors) -> list[Piece]:
+    """Return each parameter as one piece."""
+    layouts = [rows_of(param.shape, tensors.group_size) for param in tensors.params]
+    return [Piece(owner, 0, layout.rows, layout) for owner, layout in enumerate(layouts)]
+
+
+def _packed_bytes(piece: Piece, states: list[list[Tensor]]) -> int:
     return packed([piece.of(state).nbytes for state in states])[1]
 
 
@@ -151,30 +138,36 @@ class Staging:
 class Chunk:
     """Pieces of a step group's parameters whose states fit into one staging buffer together.
 
-    whole: the step group's tensors, states in host memory.
+    whole: the step group's tensors, states in host memory. tensors: those of the pieces, as of parameters of their own.
     """
 
     def __init__(self, whole: StepTensors, pieces: list[Piece], staging: Staging) -> None:
         self.slot = next(staging.chunks) % SLOTS
         self.pieces = pieces
-        host = [(piece, name, piece.of(of[piece.owner])) for piece in pieces for name, of in states_of(whole).items()]
+        host = [(piece, name, piece.of(of)) for piece in pieces for name, of in states_of(whole).items()]
         offsets, _ = packed([tensor.nbytes for _, _, tensor in host])
         states: dict[str, list[Tensor]] = {name: [] for name in whole.states}
         copies = []
         for (piece, name, tensor), offset in zip(host, offsets, strict=True):
             staged = staging.slots[self.slot][offset : offset + tensor.nbytes]
-            states[name].append(staged.view(tensor.dtype).view(tensor.shape))
+            states[name].append(staged.view(tensor.dtype))
             copies.append((tensor, offset, piece.is_whole))
         self.spans = list(_merged(copies, staging.slots[self.slot]))
         self.tensors = whole._replace(
-            params=[piece.of(whole.params[piece.owner]) for piece in pieces],
+            params=self.pieces_of(whole.params),
             states=states,
             keys=[whole.keys[piece.owner] for piece in pieces],
-            first_groups=[whole.first_groups[piece.owner] + piece.start * piece.groups for piece in pieces],
+            first_groups=[whole.first_groups[piece.owner] + piece.start * piece.layout.groups for piece in pieces],
         )
-        self.plan: Any = Plan(self.tensors) if whole.kernel_runs() else None
         self.owners = torch.tensor([piece.owner for piece in pieces]).to(staging.device)
-        self.first_elements = torch.tensor([piece.start * piece.columns for piece in pieces]).to(staging.device)
+
+    def pieces_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return each piece's rows of tensors of the parameters' shapes, (rows, columns)."""
+        return [piece.of(tensors).view(-1, piece.layout.columns) for piece in self.pieces]
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return each piece's value of a tensor with one per parameter, (T, ...); a 0-d one, of all, as it is."""
+        return values.index_select(0, self.owners) if values.dim() else values
 
     def copy(self, *, to_device: bool) -> None:
         """Copy all states, in one direction, on the current stream."""
@@ -214,26 +207,28 @@ class OffloadedStepGroup(StepGroup):
 
     def _prepare(self) -> None:
         whole = self.with_states()
-        self.chunks = [Chunk(whole, pieces, self.staging) for pieces in cut(whole, self.staging.size)]
+        self.chunks = [Chunk(whole, pieces, self.staging) for pieces in cut(whole, all_rows(whole), self.staging.size)]
+        if self.on_kernel:
+            self.plans = [Plan(chunk.tensors) for chunk in self.chunks]
+            firsts = [[piece.start * piece.layout.columns for piece in chunk.pieces] for chunk in self.chunks]
+            self.first_elements = [torch.tensor(of).to(self.device) for of in firsts]
 
     def _launch(self, counted: tuple[Tensor, Tensor], factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        for chunk in self.chunks:
+        dtype = self.gradients.dtype
+        for chunk, plan, firsts in zip(self.chunks, self.plans, self.first_elements, strict=True):
             with self.staging.holding(chunk):
-                addresses = self.gradients.addresses.index_select(0, chunk.owners)
-                addresses += chunk.first_elements * self.gradients.dtype.itemsize
-                skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
-                of_pieces = counted[0].index_select(0, chunk.owners), counted[1].index_select(0, chunk.owners)
-                chunk.plan.launch(addresses, self.gradients.dtype, of_pieces, factor, skipped, hyper)
+                addresses = chunk.of(self.gradients.addresses)
+                addresses += firsts * dtype.itemsize
+                steps, coefficients = map(chunk.of, counted)
+                plan.launch(addresses, dtype, (steps, coefficients), factor, chunk.of(skip), hyper)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         counters = [state["step"] for state in self.states()]
         for chunk in self.chunks:
             # The reference increments step counts, so each piece needs its own counter.
             chunk.tensors.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]
-            parts = [piece.of(grads[piece.owner]) for piece in chunk.pieces]
-            skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
             with self.staging.holding(chunk):
-                reference_step(chunk.tensors, parts, lr, factor, skipped, hyper)
+                reference_step(chunk.tensors, chunk.pieces_of(grads), lr, factor, chunk.of(skip), hyper)
         for counter, skipped in zip(counters, skip.expand(len(counters)), strict=True):
             counter += ~skipped
 

@@ -84,7 +84,7 @@ def test_chunks_copy_nothing_of_each_other(kind, dtype, device):
             for chunk in group.chunks:
                 for piece in chunk.pieces:
                     for of in whole.values():
-                        owner.update(dict.fromkeys(extent(piece.of(of[piece.owner])), chunk))
+                        owner.update(dict.fromkeys(extent(piece.of(of)), chunk))
     for chunk in chunks_of(optimizer):
         copied = [byte for host, _ in chunk.spans for byte in extent(host)]
         assert {owner.get(byte, chunk) for byte in copied} == {chunk}
