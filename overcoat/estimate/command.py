@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_argument("--master", choices=MASTERS, help="master weights of BF16 weights (default auto: bf16+8)")
     setup.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="of the moments (default 128)")
     setup.add_argument("--release-gradients", action="store_true", help="overcoat.release_gradients")
-    setup.add_argument("--offload", action="store_true", help="AdamW(offload=True): states in host memory")
+    setup.add_argument("--offload", action="store_true", help="the optimizer's offload=True: states in host memory")
     setup.add_argument("--stream", action="store_true", help="overcoat.stream: layers in host memory")
     setup.add_argument("--resident", type=positive, help="with --stream: layers that stay on the GPU (default 0)")
     setup.add_argument("--accumulation", type=positive, help="micro-batches in a step (default 1)")

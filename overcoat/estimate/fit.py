@@ -133,10 +133,7 @@ CHANGES = (
         "optimizer.master = bf16", "weights rounded stochastically, nothing beside their BF16", {"master": "bf16"},
         possible=lambda setup: setup.dtype == "bfloat16",
     ),
-    Change(
-        "optimizer.offload", "the states cross PCIe both ways in every step", {"offload": True},
-        possible=lambda setup: setup.optimizer != "muon",
-    ),
+    Change("optimizer.offload", "the states cross PCIe both ways in every step", {"offload": True}),
     Change(
         "recipe.offload_blocks = all", "what the blocks keep crosses PCIe both ways", {"offload_blocks": "all"}, True,
         lambda setup: setup.recipe.fp8,

@@ -64,8 +64,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.optimizer not in ("adamw", MUON):
             raise ValueError(f"optimizer {self.optimizer!r}: choose 'adamw' or 'muon'")
-        if self.optimizer == MUON and (self.offload or self.moments not in MOMENTUM):
-            raise ValueError(f"optimizer 'muon' has no offload, and moments {', '.join(MOMENTUM)}")
+        if self.optimizer == MUON and self.moments not in MOMENTUM:
+            raise ValueError(f"moments {self.moments!r}: optimizer 'muon' has {', '.join(MOMENTUM)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not trained; choose one of {', '.join(DTYPES)}")
         if self.reduce_dtype not in (None, *DTYPES):

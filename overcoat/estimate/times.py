@@ -303,7 +303,9 @@ def step_times(
     """Return the predicted times of an optimizer step of several micro-batches. load: of the busiest expert."""
     memory = GPUS[cluster.gpu]
     ahead, back = (accumulation * work.seconds(backward, memory, load) for backward in (False, True))
-    optimizer = (4 * sizes.trained + 2 * sizes.states) / (memory * ADAMW) + sizes.orthogonalizing / PRODUCTS["bf16"]
+    passes = (4 * sizes.trained + 2 * sizes.states) / (memory * ADAMW)
+    products = sizes.orthogonalizing / PRODUCTS["bf16"]
+    optimizer = passes + products
     links = 0.0
     if cluster.sharding > 1:
         share, within = 1 - 1 / cluster.sharding, cluster.gpus // cluster.nodes
@@ -327,8 +329,8 @@ def step_times(
         links += accumulation * sum(_shows(each, sizes.kept_on_host / PCIE, KEPT_SHOWS) for each in (ahead, back))
     if sizes.offloaded:
         transfer = sizes.offloaded / PCIE_BOTH
-        links += _shows(back, transfer, PCIE_SHOWS) if released else max(0.0, transfer - optimizer)
-        links -= optimizer if released else 0.0  # hidden behind the transfers
+        links += _shows(back + products, transfer, PCIE_SHOWS) if released else max(0.0, transfer - optimizer)
+        links -= passes if released else 0.0  # hidden behind the transfers
     before, after = sizes.crossing.seconds(cluster.link)
     if sizes.crossing.codes:
         links += _shows(ahead, before, KEPT_SHOWS) + _shows(back + optimizer, after, KEPT_SHOWS)

@@ -374,6 +374,7 @@ def make_muon(model: nn.Module, section: OptimizerConfig, seed: int) -> overcoat
         betas=(section.betas[0], section.betas[1]),
         eps=section.eps,
         group_size=section.group_size,
+        offload=section.offload,
         seed=seed,
     )
 

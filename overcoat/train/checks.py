@@ -201,11 +201,6 @@ def _combined(config: Config) -> list[Row]:
             "steps layers by AdamW alone: set optimizer.name = 'adamw', or leave it out",
         ),
         (
-            "optimizer.offload",
-            optimizer.offload and optimizer.name == "muon",
-            "does not go with optimizer.name = 'muon': its states are small; drop it",
-        ),
-        (
             "optimizer.adamw_lr",
             optimizer.name == "muon" and optimizer.scale == "spectral" and not optimizer.adamw_lr,
             f"optimizer.lr = {optimizer.lr:g} is that of matrices with optimizer.scale = 'spectral', and too large for "

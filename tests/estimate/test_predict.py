@@ -23,6 +23,7 @@ from overcoat.estimate.predict import CONTEXT, LASTING
 from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.models.dummy_batch import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
+from overcoat.optim.state import bytes_to_offload
 from overcoat.train.build import loss_for_estimates
 from tests.benchmarks.peers import EXPERTS, SEEING
 from tests.models.zoo import DISTINCT, KINDS, make_batch, make_model
@@ -299,8 +300,12 @@ def test_states_are_those_of_a_real_muon():
     components = muon.components
     assert components["moments"] + components["remainders"] == optimizer_bytes(optimizer)
     assert muon.phases[-1].peak > adamw.phases[-1].peak - adamw.components["moments"] + components["moments"]
-    with pytest.raises(ValueError, match="offload"):
-        Setup(optimizer="muon", offload=True)
+    offloaded, owners = predict(model.config, 1, 32, Setup(optimizer="muon", offload=True)), optimizer.param_groups
+    assert offloaded.host_bytes == sum(bytes_to_offload(p, group) for group in owners for p in group["params"])
+    assert offloaded.components["moments"] == 4 * sum(len(group["params"]) for group in owners)  # the step counts
+    assert offloaded.components["remainders"] == 0
+    with pytest.raises(ValueError, match="moments 'log8'"):
+        Setup(optimizer="muon", moments="log8")
 
 
 # ---- the whole step -------------------------------------------------------------------------------------------------

@@ -84,6 +84,13 @@ def test_offloaded_states_cross_behind_the_backward_if_it_steps(released, shown)
     assert times.optimizer + times.links == pytest.approx(shown)
 
 
+@pytest.mark.parametrize(("released", "shown"), [(False, 4.0), (True, 4.0 + 0.5 * 3 - 2)])
+def test_muons_products_are_not_hidden_by_the_transfers_of_its_states(released, shown):
+    sizes = SIZES._replace(offloaded=4 * PCIE_BOTH, orthogonalizing=PRODUCTS["bf16"])  # a second
+    times = step_times(WORK, sizes, 1, released, Cluster())
+    assert times.optimizer + times.links == pytest.approx(shown)
+
+
 def test_a_models_products_are_counted():
     """6 operations a weight and token, the head's in BF16; of recomputed blocks 8, without the last product's."""
     predictor, layer = Predictor(SMALL.config()), 128 * (128 + 2 * 64 + 128 + 3 * 256)

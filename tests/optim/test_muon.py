@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -383,9 +384,11 @@ def _steps_alike(rank, device):
     for options in ({}, {"state": "fp8", "master": "bf16+16"}):
         plain = make(device=device, **options)
         train(*plain, 3)
-        for released in (False, True):
-            sharded = make(True, released=released, device=device, **options)
+        for released, offloaded in itertools.product((False, True), (False, True)):
+            others = {"offload": True, "offload_buffer": 3 * 4096} if offloaded else {}
+            sharded = make(True, released=released, device=device, **options, **others)
             train(*sharded, 3)
+            sharded[1].wait_for_offload()
             assert_same_named(everything(*plain), everything(*sharded))
 
 

@@ -72,7 +72,6 @@ REFUSALS = [
     ("optimizer.moments=['log8']", "optimizer.moments = ['log8']"),
     ("optimizer.momentum=0.9", "optimizer.momentum = 0.9: for optimizer.name = 'muon' alone"),
     ("optimizer.name=muon optimizer.scale=spectral", "optimizer.adamw_lr = 0.0"),
-    ("optimizer.name=muon optimizer.offload=true", "optimizer.offload = True"),
     ("optimizer.name=muon optimizer.moments=['ratio8','log8']", "one of 8bit"),
     ("optimizer.release_gradients=true", "set optimizer.clip to 0"),
     ("train.stream=true", "train.stream = True: no moment has all gradients"),
