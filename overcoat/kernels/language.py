@@ -39,10 +39,11 @@ class _Absent:
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
-    triton = tl = _Absent()
+    triton = tl = TensorDescriptor = _Absent()
 
 # True under TRITON_INTERPRET=1: kernels run on the CPU, without inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

@@ -18,10 +18,23 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
-from overcoat.kernels.language import triton
+from overcoat.kernels.language import TensorDescriptor, triton
 
 # Launches remembered per kernel. Integers are part of the key (a new number of tokens is a new entry), hence a bound.
 MAX_ENTRIES = 4096
+
+
+class Blocks(TensorDescriptor):
+    """A tensor to be read in blocks by the copy engine: to `Kernel` a tensor, whose dtype tells its blocks, too."""
+
+    __hash__ = object.__hash__
+
+    def data_ptr(self) -> int:
+        return self.base.data_ptr()
+
+    @property
+    def dtype(self) -> Any:
+        return (self.base.dtype, *self.block_shape)
 
 
 class Kernel(triton.runtime.JITFunction):
@@ -66,9 +79,9 @@ class Kernel(triton.runtime.JITFunction):
 
     def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         compiled = self.run(*args, grid=grid, warmup=False, **options)
-        self.pointers = next((i for i, arg in enumerate(args) if not isinstance(arg, Tensor)), len(args))
+        self.pointers = next((i for i, arg in enumerate(args) if not isinstance(arg, (Tensor, Blocks))), len(args))
         pointers, rest = args[: self.pointers], args[self.pointers :]
-        if any(isinstance(arg, Tensor) for arg in (*rest, *options.values())):
+        if any(isinstance(arg, (Tensor, Blocks)) for arg in (*rest, *options.values())):
             raise TypeError(f"{self.__name__}: tensors are passed first, before all other arguments")
         if all(pointer.data_ptr() & 15 == 0 for pointer in pointers):
             if len(self.entries) >= MAX_ENTRIES:

@@ -28,7 +28,6 @@ Legend: B matrices of one shape, n the smaller and m the larger of its rows and 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, List, NamedTuple
@@ -53,8 +52,8 @@ from overcoat.kernels.adamw_step import NUM_WARPS, TILE, StepTensors, _elements,
 from overcoat.kernels.hardware import fma
 from overcoat.kernels.instructions import fma as fma_of
 from overcoat.kernels.instructions import to_bfloat16, to_float32
-from overcoat.kernels.language import INTERPRETED, tl, triton
-from overcoat.kernels.launch import cdiv, kernel
+from overcoat.kernels.language import INTERPRETED, TensorDescriptor, tl, triton
+from overcoat.kernels.launch import Blocks, cdiv, kernel
 from overcoat.kernels.multi_tensor import TRITON_TYPE, tile_table
 
 # The published coefficients a, b, c, and the smallest norm that is divided by: torch.optim.Muon's.
@@ -172,7 +171,7 @@ def orthogonalize(updates: Tensor, steps: int) -> Tensor:
     The result for a matrix does not depend on the others beside it.
     """
     if triton and (updates.is_cuda or INTERPRETED):
-        return _launch_newton_schulz(updates, steps)
+        return orthogonalize_by_kernels(updates, steps)
     return newton_schulz(updates, steps)
 
 
@@ -422,9 +421,9 @@ BAND = 8
 SPAN, BLOCK = 16, 2048
 
 
-@triton.jit
+@kernel
 def _product_kernel(
-    a, b, added, c, tiles, rows, columns, inner, alpha, beta, gamma,
+    added, c, tiles, a, b, rows, columns, inner, alpha, beta, gamma,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr,
     SYMMETRIC: tl.constexpr, ADDS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -463,14 +462,13 @@ def _described(x: Tensor, rows: int, inner: int) -> tuple[Any, bool]:
 
     The copy engine takes rows of whole 16 bytes: others are padded.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     turned = x.stride(2) != 1
     lying = x.mT if turned else x
     if lying.stride(2) != 1 or lying.shape[2] % 8 or lying.stride(1) % 8 or lying.stride(0) % 8:
         lying = torch.nn.functional.pad(lying, (0, -lying.shape[2] % 8))
     block = [1, inner, rows] if turned else [1, rows, inner]
-    return TensorDescriptor.from_tensor(lying, block), turned
+    kind = TensorDescriptor if INTERPRETED else Blocks  # the interpreter takes whatever has an address for a tensor
+    return kind(lying, lying.shape, lying.stride(), block), turned
 
 
 @kernel
@@ -546,17 +544,17 @@ def product(
     bm, bn, bk, warps, stages = LARGE if min(rows, columns) >= LARGE_FROM else SMALL
     c = torch.empty((count, rows, columns), dtype=a.dtype, device=a.device) if out is None else out
     tiles = _tiles(rows, columns, bm, bn, symmetric, a.device)
-    (a_blocks, a_turned), (b_blocks, b_turned) = _described(a, bm, bk), _described(b, bn, bk)
-    with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
-        _product_kernel[(len(tiles), count)](
-            a_blocks, b_blocks, c if added is None else added, c, tiles, rows, columns, inner,
-            float(alpha), float(beta), float(gamma), bm, bn, bk, a_turned, b_turned, symmetric, added is not None,
-            rows % bm == 0 and columns % bn == 0, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    a_blocks, a_turned = _described(a, bm, bk)
+    b_blocks, b_turned = (a_blocks, a_turned) if b is a and bm == bn else _described(b, bn, bk)
+    _product_kernel[(len(tiles), count)](
+        c if added is None else added, c, tiles, a_blocks, b_blocks, rows, columns, inner,
+        float(alpha), float(beta), float(gamma), bm, bn, bk, a_turned, b_turned, symmetric, added is not None,
+        rows % bm == 0 and columns % bn == 0, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return c
 
 
-def _launch_newton_schulz(updates: Tensor, steps: int) -> Tensor:
+def orthogonalize_by_kernels(updates: Tensor, steps: int) -> Tensor:
     """`newton_schulz` by kernels; `updates` (B, rows, columns) is overwritten."""
     (_, rows, columns), (alpha, beta, gamma) = updates.shape, polynomial()
     wide, x = rows <= columns, normalize(updates)

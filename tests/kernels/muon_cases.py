@@ -69,4 +69,4 @@ def muon_step():
     options = muon.hyper(0.95, True, 0.1, "e4m3x", "bf16+8", 128, 5)
     passes(tensors_of("e4m3x", "bf16+8", device=device), options, torch.tensor(False), by_kernel=True, steps=1)
     for shape in ((48, 48), (48, 128), (130, 48)):
-        muon.normalize(torch.zeros(1, *shape, dtype=torch.bfloat16, device=device))
+        muon.orthogonalize_by_kernels(torch.zeros(1, *shape, dtype=torch.bfloat16, device=device), 5)

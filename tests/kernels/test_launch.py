@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,24 @@ def test_another_launch_is_not_mistaken_for_one_that_is_remembered(device, other
     assert ask(kernel, **other) is second
     assert ask(kernel) is first
     assert [number for number, _ in kernel.at_once] == [2, 1]
+
+
+def test_a_tensor_in_blocks_is_known_by_its_dtype_and_blocks(device):
+    """And what is remembered does not keep its memory."""
+    kernel, seen = Recorder(), []
+
+    def ask_for(block, dtype=torch.float32):
+        x = aligned(dtype)
+        seen.append(weakref.ref(x))
+        return ask(kernel, y=launch.Blocks(x, x.shape, x.stride(), block))
+
+    first = ask_for([4])
+    others = [ask_for([8]), ask_for([4], torch.float16)]
+    assert kernel.counts() == (3, 0)
+    assert [ask_for([8]), ask_for([4], torch.float16), ask_for([4])] == [*others, first]
+    assert kernel.counts() == (3, 3)
+    kernel.by_triton, kernel.at_once = [], []
+    assert not any(x() is not None for x in seen)
 
 
 def test_every_gpu_has_its_own_kernel_and_stream(device):

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 
 import overcoat.kernels
-from overcoat.kernels.launch import Kernel
+from overcoat.kernels.launch import Blocks, Kernel
 from overcoat.kernels.multi_tensor import Gradients
 from overcoat.kernels.op import CATALOGUE
 from tests.kernels.adamw_cases import arguments, step_one_by_one
@@ -89,6 +89,9 @@ class Variant(NamedTuple):
 
 
 def _type_of(value: Any) -> str:
+    if isinstance(value, Blocks):
+        dtype, *block = value.dtype
+        return f"tensordesc<{canonicalize_ptr_dtype(dtype, False).lstrip('*')}{block}>"
     if isinstance(value, torch.Tensor):
         return canonicalize_ptr_dtype(value.dtype, False)
     assert type(value) in (int, float), value
