@@ -39,8 +39,8 @@ from overcoat.models.frozen import weights_to_hold
 from overcoat.models.lora import add_lora
 from overcoat.optim.muon import hidden_matrices
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
+from overcoat.streaming.choice import streamed_layers
 from overcoat.streaming.layers import Layer
-from overcoat.streaming.stream import streamed_layers
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
 

@@ -214,6 +214,11 @@ def tightest_host(stack: Stack, free: int) -> tuple[int, int]:
     return min(known, key=lambda of: of[1] / of[0], default=(1, 0))
 
 
+def sharded_over(model: nn.Module) -> Optional[str]:
+    """Return the kind of device that a model is sharded over; None: it is not."""
+    return next((param.device_mesh.device_type for param in model.parameters() if isinstance(param, DTensor)), None)
+
+
 def check_sharded(model: nn.Module, device: torch.device) -> None:
     """Raise ValueError if a model is sharded otherwise than by FSDP2, or not on the device that computes."""
     known = {id(param.sharded_param) for param, _ in fsdp_params(model).values()}

@@ -42,12 +42,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.distributed.fp8_all_gather import fp8_stacks, fsdp_params
-from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
-from overcoat.models.decoder import Fp8DecoderLayer, checked_now
+from overcoat.models.decoder import checked_now
 from overcoat.models.frozen import frozen_of
-from overcoat.models.lora import base_of
 from overcoat.models.masks import cache_of
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.release import BATCH_BYTES, GradientRelease
@@ -55,16 +52,15 @@ from overcoat.optim.release_checks import check_release, numbered
 from overcoat.optim.sharding import local, rewrap
 from overcoat.optim.state import MUON, bytes_to_offload
 from overcoat.pinned_memory import bytes_free
+from overcoat.streaming.choice import streamed_layers
 from overcoat.streaming.layers import Layer, PlainStack, Stack, copy_bytes
 from overcoat.streaming.load import Source, set_data
-from overcoat.streaming.sharded import ShardedPlainStack, ShardedStack, TakenOver, check_sharded, rows_of, tightest_host
+from overcoat.streaming.sharded import TakenOver, check_sharded, sharded_over, tightest_host
 
 # Slots of codes: one is filled while the other is read. Buffers of weights: one is filled, one stepped, one emptied.
 SLOTS, BUFFERS = 2, 3
 # Layers whose gradients may wait for their step while the backward goes on.
 BACKLOG = 1
-# Weights that are used in 16 bits stay on the device if they are smaller.
-LEAST_BYTES = 2**20
 
 
 def stream(
@@ -82,14 +78,15 @@ def stream(
     refused (clipping by the norm of all gradients, GradScaler). `accumulate` of the handle adds gradients up.
 
     Args:
-        model: converted; on the GPU, or better in host memory, from where what is not streamed moves to the GPU.
+        model: converted; on the GPU, or better in host memory, from where what is not streamed moves to the GPU. Or
+            sharded by `fully_shard`: each process then streams its own rows (sharded.py).
         optimizer: an `overcoat.AdamW` of its parameters, or of some (adapters, say).
         device: that computes; None: the model's, or if it is in host memory the current GPU, or else the CPU.
         resident: layers that stay on the device as a whole, spread over the model: 6 bytes of each of their weights
             cross the link less, each way, for 5 bytes of memory.
         weights: of a transformers model on the meta device, which then never exists twice, nor as a whole on the GPU:
             a folder with safetensors under the model's own names, or "random" for the model's own initialization,
-            drawn on `device`.
+            drawn on `device`. A sharded model's: a folder.
 
     Returns:
         the handle: `str` of it says what is streamed; `remove()` moves all to the device.
@@ -102,7 +99,7 @@ def stream(
 
 
 def _device_of(model: nn.Module, device: Optional[torch.device | str]) -> torch.device:
-    found = next((param.device for param in model.parameters() if param.is_cuda), None)
+    found: Any = next((param.device for param in model.parameters() if param.is_cuda), sharded_over(model))
     chosen = torch.device(device or found or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
@@ -602,77 +599,3 @@ def _refuse_backward(_gradient: Tensor) -> None:
         "overcoat.stream: a streamed layer that ran in eval() has no backward, since its weights have left the device: "
         "call train(), or use torch.no_grad() to evaluate"
     )
-
-
-def streamed_layers(model: nn.Module, resident: int = 0) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers of a converted model that are streamed, all but `resident` ones, and why other weights of
-    theirs cannot be.
-
-    The first layer is the first to stay: the forward then waits for no weights that have just been stepped.
-    """
-    layers: list[Layer] = []
-    left, shared, held = dict[str, str](), _shared(model), fsdp_params(model)
-    make: Any = functools.partial(ShardedStack, held) if held else Stack
-    for path, module in model.named_modules():
-        if not isinstance(module, Fp8DecoderLayer):
-            continue
-        names = {id(each): f"{path}.{name}.weight".removeprefix(".") for name, each in module.named_modules()}
-        stacks = []
-        scaling = module.overcoat_recipe.linear_scaling
-        for modules, reason in fp8_stacks(module, functools.partial(_rows, shared, held, scaling)):
-            own = [names[id(base_of(each))] for each in modules]
-            if reason is None:
-                stacks.append(make(modules, own, scaling))
-            else:
-                left.update(dict.fromkeys(own, reason))
-        if stacks:
-            others = {id(param) for stack in stacks for param in stack.params} | shared
-            stacks += _plain_stacks(module, path, others, held)
-            for name in [name for stack in stacks for name in stack.names]:
-                left.pop(name, None)
-            layers.append(Layer(len(layers), path, module, stacks))
-    if isinstance(resident, bool) or not isinstance(resident, int) or not 0 <= resident < max(len(layers), 1):
-        raise ValueError(f"stream: resident {resident!r} must be a number of layers, from 0 to {len(layers) - 1}")
-    stay = {place * len(layers) // resident for place in range(resident)}
-    layers = [layer for layer in layers if layer.number not in stay]
-    for number, layer in enumerate(layers):
-        layer.number = number
-    return layers, left
-
-
-def _plain_stacks(layer: nn.Module, path: str, others: set[int], held: Any) -> list[Stack]:
-    """Return the other large weights of a layer, by module; others: ids of weights that are no part of them."""
-    stacks: list[Stack] = []
-    make: Any = functools.partial(ShardedPlainStack, held) if held else PlainStack
-    for name, module in layer.named_modules():
-        large = [
-            key
-            for key, param in module._parameters.items()
-            if param is not None
-            and id(param) not in others
-            and param.nbytes >= LEAST_BYTES
-            and param.dim() > 1
-            and not (held and isinstance(rows_of(held, module, key), str))
-        ]
-        if large:
-            own = [".".join(filter(None, (path, name, key))) for key in large]
-            stacks.append(make([module] * len(large), own, "tensor"))
-    return stacks
-
-
-def _shared(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that several modules have."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        for param in filter(None.__ne__, module._parameters.values()):
-            (shared if id(param) in seen else seen).add(id(param))
-    return shared
-
-
-def _rows(shared: set[int], held: Any, scaling: str, module: Any) -> tuple[int, int] | str:
-    """Return the rows of a module's weight and 1, or why it cannot be streamed (`fp8_stacks`)."""
-    if id(module.weight) in shared:
-        return "another module has the same weight"
-    unit = BLOCK if scaling == "block" else 1
-    return rows_of(held, module, unit=unit) if held else (len(module.weight), 1)

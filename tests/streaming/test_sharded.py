@@ -28,6 +28,7 @@ from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.models.family import decoder_layers
 from overcoat.optim.sharding import local
+from overcoat.streaming import choice
 from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.nightly import mostly_nightly
@@ -144,7 +145,7 @@ def _other_ways(rank: int, device: str) -> None:
     for options in ({"moments": "fp32", "master": "bf16+16"}, {"moments": "fp8", "master": "bf16", "offload": True}):
         assert_same_run(*(make("default", device, way, **options) for way in (False, True)), device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "LEAST_BYTES", 0)
+        patch.setattr(choice, "LEAST_BYTES", 0)
         for kind, recipe, fields, left in (
             ("olmoe", Recipe.leanest(), {**SMALL, "intermediate_size": 256, "num_experts": 4}, 0),
             ("olmoe", Recipe(), {**SMALL, "intermediate_size": 256, "num_experts": 3}, 3),

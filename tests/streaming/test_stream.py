@@ -18,6 +18,7 @@ import overcoat
 from overcoat import Recipe, memory
 from overcoat.block.linear import GatheredWeight
 from overcoat.models.masks import causal_mask
+from overcoat.streaming import choice
 from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.optim import harness
@@ -108,7 +109,7 @@ def test_streamed_steps_equal_resident_ones_bit_for_bit(case, device):
 )
 def test_weights_that_are_no_operands_travel_in_16_bits(kind, recipe, monkeypatch, device):
     """Experts and routers; all weights where blocks of 128 x 128 cannot be cut."""
-    monkeypatch.setattr(streaming, "LEAST_BYTES", 0)
+    monkeypatch.setattr(choice, "LEAST_BYTES", 0)
     fields = {**SMALL, **({"num_experts": 3, "intermediate_size": 256} if kind == "olmoe" else {})}
     runs = []
     for way in (False, True):
