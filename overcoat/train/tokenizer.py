@@ -8,14 +8,16 @@ generation, and pads. How text is encoded is in encoding.py.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from overcoat.extras import load_extra, load_pretrained
+from overcoat.extras import GGUF, load_extra, load_pretrained
 from overcoat.train import conversations
 from overcoat.train.adapters import tokenizer_of
 from overcoat.train.config import Config, error_context
+from overcoat.train.encoding import edges
 from overcoat.train.rows import encoded_size
 from overcoat.train.sources import documents
 from overcoat.train.vocabulary import add_tokens
@@ -87,13 +89,60 @@ def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False, special_tokens: str = "tokens") -> Any:
-    """Return a fast tokenizer by Hugging Face name or folder. special_tokens: read those that a text spells out as
-    "tokens" or as "text". ValueError: it is not a fast one, or has no EOS."""
+    """Return a fast tokenizer by Hugging Face name, folder or GGUF file. special_tokens: read those that a text spells
+    out as "tokens" or as "text". ValueError: it is not a fast one, has no EOS, or is not what a GGUF file says."""
     tokenizer = load_pretrained("AutoTokenizer", "the tokenizer", str(name), trust_remote_code)
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {str(name)!r} must be a fast one with an end-of-text token to pack documents")
+    if str(name).endswith(GGUF):
+        check_gguf(tokenizer, str(name))
     tokenizer.split_special_tokens = special_tokens == "text"
     return tokenizer
+
+
+# The share of a vocabulary's own words that are one token: 1 where its merges are read right (SmolLM2, Gemma 3), 0.02
+# where they are taken for the scores of a unigram model (Gemma 3 by transformers 5.17).
+LEAST_WHOLE = 0.9
+
+
+def check_gguf(tokenizer: Any, name: str) -> None:
+    """Raise ValueError if a tokenizer is not what its GGUF file says: by its BOS, its EOS, and the vocabulary's words.
+
+    transformers rebuilds it from the file's vocabulary: 5.17 splits Gemma's words and ends SmolLM2's texts with the
+    BOS; up to 5.22 Gemma's texts lack their BOS.
+    """
+    folder, file = os.path.split(name)
+    path = load_extra("transformers.utils", "hf", "a GGUF file").cached_file(folder or ".", file)
+    facts, _ = load_extra("transformers.integrations.gguf", "hf", "a GGUF file").read_gguf_metadata(path)
+    names = ("model", "add_bos_token", "bos_token_id", "eos_token_id")
+    kind, has_bos, bos, eos = (facts.get(f"tokenizer.ggml.{each}") for each in names)
+    has_bos = kind == "llama" if has_bos is None else has_bos and kind != "gemma4"  # whose chat template writes it
+    begin, end, whole = edges(tokenizer)[0], tokenizer.eos_token_id, share_of_whole_words(tokenizer)
+    wrong = []
+    if has_bos and bos is not None and begin != [bos]:
+        wrong.append(f"texts begin with {begin} instead of [{bos}]")
+    if eos is not None and end != eos:
+        wrong.append(f"they end with {end} instead of {eos}")
+    if whole < LEAST_WHOLE:
+        wrong.append(f"{whole:.0%} of the vocabulary's words are one token")
+    if wrong:
+        version = load_extra("transformers", "hf", "a GGUF file").__version__
+        raise ValueError(
+            f"transformers {version} misreads the tokenizer of {name!r}: {', '.join(wrong)}. pip install "
+            "'transformers>=5.23', or set tokenizer.name to a folder that has it"
+        )
+
+
+def share_of_whole_words(tokenizer: Any) -> float:
+    """Return which share of 1,000 words of the vocabulary the tokenizer makes one token of; 1.0 if it has no words."""
+    vocabulary = tokenizer.get_vocab()
+    words = sorted(word for word in vocabulary if re.fullmatch("[\u2581\u0120][A-Za-z]+", word))  # each after a space
+    words = words[:: len(words) // 1000 + 1]
+    whole = 0
+    for word in words:  # some tokenizers put a space before every text
+        found = [tokenizer.encode(space + word[1:], add_special_tokens=False) for space in ("", " ")]
+        whole += [vocabulary[word]] in found
+    return whole / len(words) if words else 1.0
 
 
 def train_tokenizer(config: Config) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -43,7 +45,7 @@ from overcoat.train.configfile import load_config
 from overcoat.train.quantized import check_quantized, dequantize
 from overcoat.train.quantized_4bit import COMPANIONS, decode
 from overcoat.train.run import run_once
-from overcoat.train.tokenizer import train_tokenizer
+from overcoat.train.tokenizer import load_tokenizer, share_of_whole_words, train_tokenizer
 from tests.train.runs import CPU, MakeConfig, losses, text_of
 
 SETTINGS = {"dtype": torch.bfloat16, "attn_implementation": None}
@@ -284,13 +286,19 @@ KINDS = {str: 8, int: 4, float: 6}  # a string, uint32, float32
 
 
 def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
+    return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def value_of(value: Any) -> bytes:
     if isinstance(value, list):
         return struct.pack("<IQ", KINDS[type(value[0])], len(value)) + b"".join(map(value_of, value))
     return text(value) if isinstance(value, str) else struct.pack("<f" if isinstance(value, float) else "<I", value)
+
+
+def head_of(facts: dict[str, Any]) -> bytes:
+    """The facts of a GGUF file."""
+    kinds = {key: 9 if isinstance(value, list) else KINDS[type(value)] for key, value in facts.items()}
+    return b"".join([text(key) + struct.pack("<I", kinds[key]) + value_of(value) for key, value in facts.items()])
 
 
 def save_gguf(file: Path) -> dict[str, Tensor]:
@@ -305,9 +313,7 @@ def save_gguf(file: Path) -> dict[str, Tensor]:
         "lfm2.attention.head_count_kv": [1, 1], "lfm2.attention.layer_norm_rms_epsilon": 1e-5,
         "lfm2.shortconv.l_cache": 3, "lfm2.rope.freq_base": 1e6, "tokenizer.ggml.tokens": [str(i) for i in range(320)],
     }  # fmt: skip
-    head, data, expected = b"", b"", dict[str, Tensor]()
-    for key, value in facts.items():
-        head += text(key) + struct.pack("<I", 9 if isinstance(value, list) else KINDS[type(value)]) + value_of(value)
+    head, data, expected = head_of(facts), b"", dict[str, Tensor]()
     weights = {name: each.detach() for name, each in model.named_parameters() if name != "lm_head.weight"}
     for name, weight in weights.items():
         stored, kind = weight.numpy().tobytes(), 0  # F32
@@ -381,6 +387,56 @@ def test_a_run_from_a_gguf_file(started: Callable[..., Config], console: Console
     result = run_once(started("small.gguf", "model.dequantize=true"), console, "gguf")
     assert "2 of 2 decoder layers train in FP8" in text_of(console)
     assert json.loads((Path(result.export) / "config.json").read_text())["model_type"] == "lfm2"
+
+
+def pieces() -> list[str]:
+    """The letters, then 40 words after a space, by their beginnings: the short ones first, as merges are found."""
+    letters, mixed = "abcdefghij", random.Random(0)
+    words = ["\u2581" + "".join(mixed.sample(letters, 5)) for _ in range(40)]
+    begun = [word[:length] for length in range(2, 7) for word in words]
+    return ["<unk>", "<s>", "</s>", "\u2581", *letters, *dict.fromkeys(begun)]
+
+
+@pytest.fixture
+def file_with_tokenizer(tmp_path: Path) -> str:
+    """A GGUF file without tensors, whose tokenizer is SentencePiece's BPE: a token's score is its place."""
+    tokens = pieces()
+    facts = {
+        "general.architecture": "llama", "llama.context_length": 128, "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96, "llama.block_count": 2, "llama.attention.head_count": 2,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.scores": [-float(place) for place in range(len(tokens))], "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    start = b"GGUF" + struct.pack("<IQQ", 3, 0, len(facts)) + head_of(facts)
+    (tmp_path / "tokenizer.gguf").write_bytes(start + bytes(-len(start) % 32))
+    return f"{tmp_path}/tokenizer.gguf"
+
+
+def split_words(tokenizer: Any) -> None:
+    """As transformers 5.17 does, for which Gemma's scores are logarithms of probabilities."""
+    scores = [(piece, -float(place)) for place, piece in enumerate(pieces())]
+    tokenizer.backend_tokenizer.model = tokenizers.models.Unigram(scores, unk_id=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (split_words, r"tokenizer\.gguf': 1% of the vocabulary's words are one token\. pip install"),
+        (lambda tokenizer: setattr(tokenizer, "add_bos_token", False), r"texts begin with \[\] instead of \[1\]"),
+        (lambda tokenizer: setattr(tokenizer, "eos_token", "<s>"), "they end with 1 instead of 2"),
+    ],
+)
+def test_a_misread_gguf_tokenizer_is_refused(
+    change: Callable[[Any], None], why: str, file_with_tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(file_with_tokenizer)
+    assert share_of_whole_words(tokenizer) == 1.0
+    change(tokenizer)
+    monkeypatch.setattr("overcoat.train.tokenizer.load_pretrained", lambda *_: tokenizer)
+    with pytest.raises(ValueError, match=why):
+        load_tokenizer(file_with_tokenizer)
 
 
 def test_init_dequantizes(started: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
