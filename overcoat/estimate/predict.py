@@ -38,7 +38,6 @@ from overcoat.optim.muon_step import round_bytes
 from overcoat.optim.offload import SLOTS
 from overcoat.optim.state import MUON, state_fields
 from overcoat.pinned_memory import packed
-from overcoat.streaming.choice import streamed_layers
 from overcoat.streaming.layers import Layer
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
