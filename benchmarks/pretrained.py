@@ -33,7 +33,7 @@ from benchmarks.contestants import ENGINES, OVERCOAT, PAPER
 from benchmarks.rows import Column, Row, append_row, decimals, heading, line
 from benchmarks.session import is_installed
 from overcoat.extras import load_pretrained
-from overcoat.train.tokenizer import load_tokenizer
+from overcoat.train.tokenizer import LEAST_WHOLE, share_of_whole_words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = {
@@ -55,7 +55,9 @@ COLUMNS = (
 def load(parsed: argparse.Namespace) -> tuple[Any, Tensor]:
     """The model in FP32, and the text's rows, each begun as the tokenizer begins a text."""
     options = {"gguf_file": parsed.gguf} if parsed.gguf else {}
-    tokenizer = load_tokenizer(f"{parsed.model}/{parsed.gguf}" if parsed.gguf else parsed.model)
+    tokenizer = load_pretrained("AutoTokenizer", "the tokenizer", parsed.model, False, **options)
+    if share_of_whole_words(tokenizer) < LEAST_WHOLE:  # EOS, which `load_tokenizer` checks too, is not used
+        raise ValueError("transformers misreads this tokenizer: pip install 'transformers>=5.23'")
     begin = tokenizer("").input_ids
     text = tokenizer(parsed.text.read_text(encoding="utf-8"), add_special_tokens=False).input_ids
     length = parsed.length - len(begin)
