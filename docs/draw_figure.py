@@ -4,6 +4,7 @@ python docs/draw_figure.py
 
     docs/assets/llama-2-7b.png    speed and memory of a Llama-2-7B training step, ours and the peers'
     docs/assets/outliers.png      how far the neighbours of an outlier go under each format of AdamW's moments
+    docs/assets/muon.png          a training loss over time under AdamW and Muon
 """
 
 from __future__ import annotations
@@ -58,9 +59,37 @@ def draw_outliers() -> None:
     figure.savefig(DOCS / "assets" / "outliers.png")
 
 
+# Runs of training.jsonl, what the figure calls them, and their colours.
+RUNS = {
+    "adamw": ("AdamW, learning rate 6e-4", "#94a3b8"),
+    "muon": ("Muon, 6e-4", "#c2410c"),
+    "muon-2e-3": ("Muon, 2e-3", OURS),
+}
+
+
+def draw_muon() -> None:
+    """The training loss over the seconds of the steps."""
+    rows = [json.loads(line) for line in (ROWS.parent / "training.jsonl").read_text().splitlines()]
+    found = {row["run"]: row for row in rows if row.get("kind") == "muon over time"}  # the newest of each
+    pyplot.rcParams.update({"font.size": 11, "font.family": "DejaVu Sans"})
+    figure, axis = pyplot.subplots(figsize=(8, 3.4), dpi=100, facecolor="white")
+    for name, (label, color) in RUNS.items():
+        _, seconds, losses = zip(*found[name]["points"], strict=True)
+        axis.plot(seconds, losses, color=color, label=label, linewidth=2)
+    axis.set_xlabel("seconds of steps, one H200")
+    axis.set_title("Training loss, Llama of 124 M parameters, 21 M tokens", loc="left", fontsize=12)
+    axis.set_ylim(2, 7)
+    axis.legend(frameon=False)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(DOCS / "assets" / "muon.png")
+
+
 def main() -> None:
-    """Two bar charts side by side, and the outliers' neighbours."""
+    """Two bar charts side by side, the outliers' neighbours, Muon beside AdamW."""
     draw_outliers()
+    draw_muon()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     run = {row["name"]: row for row in rows if row["commit"] == COMMIT}
     speeds = [run[name]["tokens_per_second"] for name in NAMES]
