@@ -66,7 +66,9 @@ def load_revision(revision: str, folder: Path, name: str = "overcoat_old") -> Mo
         command = ["git", "archive", revision, "overcoat"]
         archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
+            # Debian's Python 3.11.2 has no filters; git's own archive needs none.
+            options: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            files.extractall(folder, **options)
     (folder / "overcoat").rename(folder / name)
     for path in (folder / name).rglob("*.py"):
         path.write_text(re.sub(r"\bovercoat\b", name, path.read_text()))

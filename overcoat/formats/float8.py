@@ -127,5 +127,8 @@ def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
-    # Contiguous: without the padding's bytes.
-    return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]].contiguous()
+    flat = blocks.flatten(-2).flatten(-3, -2)
+    if flat.shape == shape:
+        return flat
+    # A copy of its own: without rows of padding alone the cut is contiguous, and would keep their bytes.
+    return flat[..., : shape[-2], : shape[-1]].clone(memory_format=torch.contiguous_format)

@@ -224,9 +224,9 @@ def test_stdlib_is_found_without_tests_and_packages() -> None:
     root = Path(sysconfig.get_paths()["stdlib"]).resolve()
     files = find_files(["stdlib"])
     assert root / "json" / "decoder.py" in files
-    assert not [
-        path for path in files if {"test", "tests", "site-packages", "encodings"} & set(path.relative_to(root).parts)
-    ]
+    inside = [path.relative_to(root) for path in files if path.is_relative_to(root)]  # Debian links to a file in /etc
+    assert not [path for path in inside if {"test", "tests", "site-packages", "encodings"} & set(path.parts)]
+    assert len(inside) > len(files) - 10
     assert len(files) == len(set(files)) > 300
 
 
