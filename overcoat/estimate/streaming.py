@@ -48,7 +48,8 @@ def code_bytes(layers: Sequence[Layer]) -> int:
 
 
 def check_shares(layers: Sequence[Layer], gpus: int) -> None:
-    """Raise ValueError if a weight's rows, or its blocks, cannot be shared evenly, as `overcoat.stream` needs."""
+    """Raise ValueError if a weight's rows, or its blocks, cannot be shared evenly: `overcoat.stream` leaves such
+    weights to FSDP2, which is not estimated."""
     for stack in _stacks(layers):
         for param, name in zip(stack.params, stack.names, strict=True):
             unit = gpus * (BLOCK if stack.scaling == "block" else 1)
