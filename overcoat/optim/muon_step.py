@@ -236,7 +236,7 @@ def _all_to_all(sent: Tensor, received: list[int], sizes: list[int], group: Opti
     return Exchange(result, sent, work)
 
 
-class Held(NamedTuple):
+class Staged(NamedTuple):
     """States of a round that are on the device; `muon_offload.MatrixChunk` is some that are in host memory.
 
     tensors, parts: for the reference; passes: over memory, by kernels.
@@ -288,9 +288,9 @@ class MuonStepGroup(StepGroup):
         states: "momentum" or "remainder", one for each of the passes over memory.
         """
         if self.on_kernel:
-            yield Held(self.tensors, self.rounds[number].parts, self.passes[number])
+            yield Staged(self.tensors, self.rounds[number].parts, self.passes[number])
         else:
-            yield Held(self.with_states(), self.rounds[number].parts, None)
+            yield Staged(self.with_states(), self.rounds[number].parts, None)
 
     def _rounds(self, mesh: Mesh, owners: Sequence[int]) -> list[Round]:
         """Return the rounds of the parameters `owners`, whose matrices these processes share."""

@@ -41,10 +41,10 @@ from overcoat.streaming.layers import PlainStack, Shapes, Stack, copy_bytes
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # PyTorch 2.13's, before
 
 # FSDP2's `FSDPParam`s and their groups, by the module's id and the parameter's name.
-Held = dict[tuple[int, str], tuple[Any, Any]]
+FsdpParams = dict[tuple[int, str], tuple[Any, Any]]
 
 
-def rows_of(held: Held, module: nn.Module, name: str = "weight", unit: int = 1) -> tuple[int, int] | str:
+def rows_of(held: FsdpParams, module: nn.Module, name: str = "weight", unit: int = 1) -> tuple[int, int] | str:
     """Return the rows of a weight that each process has and 1, or why it cannot be streamed (`fp8_stacks`).
 
     unit: rows that must not be divided.
@@ -67,7 +67,7 @@ class Sharded(Stack):
 
     seen_parts: Any = None  # versions of this process' rows
 
-    def __init__(self, held: Held, modules: Sequence[nn.Module], names: Sequence[str], scaling: str) -> None:
+    def __init__(self, held: FsdpParams, modules: Sequence[nn.Module], names: Sequence[str], scaling: str) -> None:
         super().__init__(modules, names, scaling)
         places = zip(self.modules, self.attributes, strict=True)
         self.held = [held[id(module), name] for module, name in places]
