@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import sys
 import warnings
 from pathlib import Path
@@ -67,7 +66,7 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     seed.
 
     No parameter exists twice during loading, neither on the host nor on the device. Random weights are drawn on the
-    device, so a seed gives other weights on a GPU than on a CPU.
+    device, so a seed gives other weights on a GPU than on a CPU; on the meta device `overcoat.stream` draws them.
     """
     transformers = load_extra("transformers", "hf", "building the model")
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
@@ -131,9 +130,9 @@ def check_weights(model: nn.Module, where: str) -> None:
     named = [(name, each) for name, each in named if each.is_floating_point() and each.itemsize > 1 and each.numel()]
     if named:
         place = named[-1][1].device  # the head's: streamed weights are on the host
-        # One tensor is read at once, and the host waits once.
-        largest = [torch.linalg.vector_norm(each.detach(), ord=math.inf).float().to(place) for _, each in named]
-        finite = torch.isfinite(torch.stack(largest)).tolist()
+        # One tensor is read at once, and the host waits once. NaN makes both ends NaN.
+        ends = [torch.stack(torch.aminmax(each.detach())).float().to(place) for _, each in named]
+        finite = torch.isfinite(torch.stack(ends)).all(dim=1).tolist()
     wrong = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite] if named else []
     everywhere = gather(wrong)  # filled in the first process
     wrong = share(lambda: list(dict.fromkeys(name for names in everywhere for name in names)))
@@ -275,9 +274,9 @@ def _own_name(model_type: str, key: str) -> str:
     return str(config.attribute_map.get(key, key))
 
 
-def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Recipe) -> None:
-    """Build [model.config] on the meta device. ValueError: its values make no model, the weights alone exceed the
-    memory of `device`, or `recipe` cannot train it."""
+def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Recipe) -> Any:
+    """Return the converted model of [model.config], on the meta device. ValueError: its values make no model, the
+    weights alone exceed the memory of `device`, or `recipe` cannot train it."""
     transformers = load_extra("transformers", "hf", "building the model")
     model_type, values = _inline(model)
     if "vocab_size" not in values:  # the tokenizer will say; it has the ids that are given
@@ -300,6 +299,7 @@ def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Reci
         f"[model.config] makes a model whose weights alone take {needed / 2**30:.1f} GiB, and {where} has "
         f"{known / 2**30:.1f} GiB of memory: make it smaller",
     )
+    return made
 
 
 def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:

@@ -14,6 +14,7 @@ from overcoat.train import process
 from overcoat.train.adapters import base_name
 from overcoat.train.build import (
     auto_class,
+    check_builds,
     check_tables,
     freeze,
     keeps_codes,
@@ -36,6 +37,12 @@ def check_named_model(config: Config) -> None:
             check_tables(model, 0, config)
         if config.train.stream and process.count() == 1:  # several may be on several hosts: `overcoat.stream` knows
             _check_host(model, config)
+
+
+def check_inline_model(config: Config) -> None:
+    """Refuse a streamed model of [model.config] that the host has no memory for."""
+    if config.train.stream and process.count() == 1:
+        _check_host(check_builds(config.model, torch.device("cpu"), make_recipe(config.recipe)), config)
 
 
 def _check_host(model: Any, config: Config) -> None:

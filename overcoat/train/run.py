@@ -27,6 +27,7 @@ import overcoat
 from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
 from overcoat.optim.sharding import local
+from overcoat.streaming.load import RANDOM
 from overcoat.train import checkpoint, process
 from overcoat.train.batch_plan import BatchPlan, first_plan, memory_to_plan_with, recipe_of
 from overcoat.train.build import (
@@ -54,7 +55,7 @@ from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics, shown_passes
 from overcoat.train.out_of_memory import LostStepError, RestartError, fatal_oom, free_memory, recorded_plans
 from overcoat.train.parallel import build_sharded, check_parallel
-from overcoat.train.preflight import check_named_model
+from overcoat.train.preflight import check_inline_model, check_named_model
 from overcoat.train.process import choose_device
 from overcoat.train.products import compute_in_fp32
 from overcoat.train.state import TrainState
@@ -114,6 +115,8 @@ def check_before_training(config: Config) -> None:
     check_config(config)
     if config.model.name:
         check_named_model(config)
+    else:
+        check_inline_model(config)
     if config.train.batch_size == "auto":
         memory_to_plan_with(config, choose_device(config.train.device))
     check_parallel(config)
@@ -277,7 +280,8 @@ def make_state(
 ) -> tuple[TrainState, overcoat.Report]:
     """Return model, optimizer and data at step 0, and the report of `convert`."""
     recipe, is_on_host = recipe_of(config, plan), config.train.stream and process.count() == 1
-    place = torch.device("cpu") if is_on_host else device
+    is_drawn = is_on_host and not config.model.name  # layer by layer, on the device
+    place = torch.device("meta" if is_drawn else "cpu") if is_on_host else device
     if process.count() > 1:
         model, report = build_sharded(config, corpus.tokenizer, device, recipe)
     else:
@@ -285,14 +289,15 @@ def make_state(
         report = overcoat.convert(model, recipe, strict=True)
     check_tables(model, corpus.num_ids, config)
     stop_at(base_model(model), corpus.stops)
-    if config.data.masks_documents and not config.data.images:
-        warn_if_documents_mix(model, corpus.num_ids, place)
     memory.forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.train.stream:
-        overcoat.stream(model, optimizer, device=device, resident=config.train.resident)
+        weights = RANDOM if is_drawn else None
+        overcoat.stream(model, optimizer, device=device, resident=config.train.resident, weights=weights)
     elif config.optimizer.release_gradients:
         overcoat.release_gradients(model, optimizer)
+    if config.data.masks_documents and not config.data.images:
+        warn_if_documents_mix(model, corpus.num_ids, device)
     if config.train.compile != "none":
         compile_layers(model, graphs=config.train.compile == "graphs")
     held_out = zlib.crc32(corpus.held_out.tobytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import warnings
 from dataclasses import replace
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import overcoat
 from overcoat.train import loop
+from overcoat.train import run as run_module
 from overcoat.train.build import build_model, make_recipe, summed_loss
 from overcoat.train.checkpoint import load_model, read_model
 from overcoat.train.config import Config
@@ -24,7 +26,7 @@ from overcoat.train.configfile import build_config, differences, dump_toml, load
 from overcoat.train.corpus import open_corpus
 from overcoat.train.data import make_batch
 from overcoat.train.metrics import read_metrics
-from overcoat.train.run import RunResult, run, run_once, twin_config
+from overcoat.train.run import RunResult, check_before_training, run, run_once, twin_config
 from overcoat.train.summary import summarize
 from tests.train.conftest import TINY
 from tests.train.runs import CONFIGS, OLMOE, MakeConfig, losses, names, stop_at, text_of
@@ -260,6 +262,30 @@ def test_released_gradients_train_the_same_model(
     assert all(norm > 0 for _, _, norm in found.values())
     resume = f"train.resume={tmp_path / 'true/checkpoints/step-00000006'}"
     assert run_once(make_config(*words, resume), console, "again").train_loss == found[12][0]
+
+
+def test_a_streamed_model_is_drawn_layer_by_layer_and_trains_the_same(
+    make_config: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never whole on one device. From its step 6 on, streamed again or resident, come the same losses."""
+    places = []
+    monkeypatch.setattr(run_module, "build_model", lambda *given: places.append(given[2].type) or build_model(*given))
+    words = ("train.stream=true", "optimizer.clip=0", "checkpoint.keep=9")
+    run_once(make_config(*words, f"train.run_dir={tmp_path / 'streamed'}"), console, "streamed")
+    expected = losses(tmp_path / "streamed")["train"]
+    assert expected[1][0] == pytest.approx(math.log(320), abs=0.2)
+    resume = f"train.resume={tmp_path / 'streamed/checkpoints/step-00000006'}"
+    for name, changes in (("again", ()), ("resident", ("train.stream=false", "optimizer.release_gradients=true"))):
+        run_once(make_config(*words, *changes, resume, f"train.run_dir={tmp_path / name}"), console, name)
+        found = losses(tmp_path / name)["train"]
+        assert [found[step][0] for step in range(7, 13)] == [expected[step][0] for step in range(7, 13)]
+    assert places == ["meta", "meta", "cpu"]
+
+
+def test_a_small_host_is_told_before_data_are_read(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overcoat.streaming.stream.bytes_free", lambda: 1)
+    with pytest.raises(ValueError, match=r"more host memory \(weights .* are free"):
+        check_before_training(make_config("train.stream=true", "optimizer.clip=0"))
 
 
 # ---- FP8 training against its BF16 twin: same seed, same tokens, the same held-out loss to 1 % ----------------------
