@@ -110,8 +110,11 @@ def compare(found: dict[str, Tensor], truth: dict[str, Tensor]) -> Row:
     return {"cosine": dot / length / float(sum(squares.values())) ** 0.5, "sqnr": statistics.median(sqnr)}
 
 
-def fine_tune(model: Any, ids: Tensor, held_out: Tensor, name: str, seed: int, parsed: argparse.Namespace) -> float:
-    """The held-out loss of a copy of `model` after its steps under the recipe `name`."""
+def fine_tune(
+    model: Any, ids: Tensor, held_out: Tensor, name: str, seed: int, parsed: argparse.Namespace
+) -> tuple[float, float]:
+    """The held-out loss of a copy of `model` after its steps under the recipe `name`, and the mean loss of the last
+    20 steps."""
     engine = ENGINES[RECIPES[name]]
     is_ours = engine.recipe is not None
     model = copy.deepcopy(model).to(DEVICE, torch.bfloat16 if is_ours else torch.float32)
@@ -121,16 +124,19 @@ def fine_tune(model: Any, ids: Tensor, held_out: Tensor, name: str, seed: int, p
     generator = torch.Generator().manual_seed(seed)
     epochs = -(-parsed.steps * parsed.batch // len(ids))
     order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in range(epochs)])
+    trained = []
     for step in range(parsed.steps):
         optimizer.param_groups[0]["lr"] = parsed.lr * min((step + 1) / 20, 1 - step / parsed.steps)
         batch = ids[order[step * parsed.batch :][: parsed.batch].to(DEVICE)]
-        loss_of(model, batch, not is_ours).backward()
+        loss = loss_of(model, batch, not is_ours)
+        loss.backward()
+        trained.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
         losses = [loss_of(model, part, not is_ours).item() * len(part) for part in held_out.split(parsed.batch)]
-    return sum(losses) / len(held_out)
+    return sum(losses) / len(held_out), torch.stack(trained[-20:]).mean().item()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,8 +169,9 @@ def run(parsed: argparse.Namespace) -> int:
             loss, found = gradients(model, held_out[: parsed.batch], name)
             row |= {"loss_gap": loss - exact, **compare(found, truth)}
         if parsed.steps and "absent" not in row:
-            losses = [fine_tune(model, ids, held_out, name, seed, parsed) for seed in range(parsed.seeds)]
-            row |= {"losses": losses, "held_out": statistics.fmean(losses)}
+            ends = [fine_tune(model, ids, held_out, name, seed, parsed) for seed in range(parsed.seeds)]
+            losses, trained = map(list, zip(*ends, strict=True))
+            row |= {"losses": losses, "held_out": statistics.fmean(losses), "train_losses": trained}
             base = row["held_out"] if name == "bf16" else base
             row["held_out_gap"] = None if base is None else row["held_out"] - base
         append_row(parsed.json, row)
