@@ -113,18 +113,33 @@ class UnshardedParam:
         """Exchange FSDP2's buffers and the parameter in them; FSDP2 makes new ones if they are empty."""
         param = self.param
         before: Optional[nn.Parameter] = param.__dict__.pop("_unsharded_param", None)
-        if before is not None and before.grad is not None:  # not reduced yet: FSDP2 will add to it
-            param.unsharded_accumulated_grad, before.grad = before.grad, None
         if unsharded is not None:
             param._unsharded_param = unsharded
+        if before is not None and before.grad is not None:  # not reduced yet: FSDP2 will add to it
+            gradient, before.grad = before.grad, None
+            _keep_gradient(param, gradient)
         param.all_gather_outputs, outputs = outputs, param.all_gather_outputs
         return outputs, before
+
+
+def _keep_gradient(param: Any, gradient: Tensor) -> None:
+    """Give a gradient to the unsharded parameter, now or as soon as FSDP2 has made it."""
+    if "_unsharded_param" in param.__dict__:
+        param._unsharded_param.grad = gradient
+        return
+
+    def make() -> None:
+        del param.init_unsharded_param
+        param.init_unsharded_param()
+        param._unsharded_param.grad = gradient
+
+    param.init_unsharded_param = make
 
 
 @torch.no_grad()
 def _hand_over(param: Any, group: Any, unsharded: Tensor) -> None:
     is_plain = group.reduce_grads and group.gradient_divide_factor is None and group._all_reduce_hook is None
-    if not is_plain or param.unsharded_accumulated_grad is not None:
+    if not is_plain:
         return  # FSDP2 must add or divide it
     sharded, gradient, unsharded.grad = param.sharded_param, unsharded.grad, None
     if sharded.grad is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from overcoat.block import offload
 from overcoat.block.linear import stack_weights_of
 from overcoat.estimate.delta_rule import library_delta_rule
-from overcoat.estimate.fsdp import shard
+from overcoat.estimate.fsdp import Stream, shard
 from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter, own
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.replay import alike_blocks
@@ -154,6 +154,7 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         alike_blocks(meter),
         library_delta_rule(of.model),
         offload.separate(META) as transfers,
+        torch.cpu.stream(Stream()),
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)
         with LibraryAttention():

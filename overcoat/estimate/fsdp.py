@@ -58,6 +58,12 @@ class Comm:
         """Send nothing."""
 
 
+class Stream(torch.cpu.Stream):
+    """A CPU's stream with what FSDP2 of PyTorch 2.15 asks one for."""
+
+    stream_id = device_index = device_type = 0
+
+
 def shard(model: nn.Module, setup: Setup, gpus: int, streamed: frozenset[Any] = frozenset()) -> int:
     """Shard a converted meta model over so many processes as `overcoat train` does; return the bytes of all gathered
     parameters. streamed: those that `overcoat.stream` takes over from FSDP2, which stay whole."""

@@ -172,6 +172,7 @@ class TakenOver:
         for param, group in self.held:
             group.fsdp_params.remove(param)
             param._sharded_param_data = param._sharded_param_data.new_empty(0)
+        self._refresh()
         self.states = [(state, _groups(module)) for module in modules if (state := module._get_fsdp_state())]
         for state, groups in self.states:
             _set_groups(state, [group for group in groups if group.fsdp_params])
@@ -189,6 +190,14 @@ class TakenOver:
             param.reset_sharded_param()
             param.init_dtype_attrs(param.mp_policy)
             param._init_extensions()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Make anew what FSDP2 of PyTorch 2.15 remembers of a group's parameters."""
+        for group, _ in self.before:
+            if hasattr(group, "_init_reduce_scatter_param_order"):
+                group._init_mp_dtypes()
+                group._init_reduce_scatter_param_order()
 
 
 def _set_groups(state: Any, groups: list[Any]) -> None:
