@@ -280,7 +280,8 @@ def make_state(
 ) -> tuple[TrainState, overcoat.Report]:
     """Return model, optimizer and data at step 0, and the report of `convert`."""
     recipe, is_on_host = recipe_of(config, plan), config.train.stream and process.count() == 1
-    is_drawn = is_on_host and not config.model.name  # layer by layer, on the device
+    # Random weights are drawn layer by layer on the GPU: one thread of the host takes minutes for billions.
+    is_drawn = is_on_host and not config.model.name and device.type == "cuda"
     place = torch.device("meta" if is_drawn else "cpu") if is_on_host else device
     if process.count() > 1:
         model, report = build_sharded(config, corpus.tokenizer, device, recipe)

@@ -1,8 +1,9 @@
 """python -m tests.attack.recorded     make recorded.json anew: the numbers of some runs, on this machine
 
 recorded.json has an entry for each kind of machine: PyTorch, transformers, the CPU. On one that it has, numbers must
-be those recorded, bit for bit; elsewhere within `ELSEWHERE` of the newest entry, which is said. Who changes what a run
-computes makes it anew, and the change of the file shows in review what moved.
+be those recorded, bit for bit; elsewhere within `ELSEWHERE` of an entry, which is said: of the newest PyTorch that is
+not newer than the one here, as random BF16 numbers differ between 2.11 and 2.13. Who changes what a run computes makes
+it anew, and the change of the file shows in review what moved.
 """
 
 from __future__ import annotations
@@ -63,13 +64,19 @@ def machine() -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}, {cpu}"
 
 
+def pytorch(key: str) -> tuple[int, ...]:
+    """The major and minor version of an entry's PyTorch."""
+    return tuple(map(int, re.findall(r"\d+", key)[:2]))
+
+
 @functools.cache
 def entry() -> tuple[bool, dict[str, Any]]:
     """Whether recorded.json has this machine, and the entry to compare with."""
     entries = json.loads(FILE.read_text())
     here = machine()
     if here not in entries:
-        there = list(entries)[-1]
+        older = [key for key in entries if pytorch(key) <= pytorch(here)]
+        there = max(older, key=pytorch) if older else min(entries, key=pytorch)
         print(f"truth: recorded on {there}, this is {here}: numbers may differ by {ELSEWHERE:.0%}", flush=True)
         return False, entries[there]
     return True, entries[here]

@@ -12,7 +12,11 @@ from torch import Tensor
 import overcoat
 from overcoat import Recipe
 
-llama3: Any = pytest.importorskip("torchtitan.models.llama3", reason="torchtitan needs Python 3.11")
+llama3: Any = pytest.importorskip(
+    "torchtitan.models.llama3",
+    reason="torchtitan 0.3 needs Python 3.11, and a PyTorch after 2.11",
+    exc_type=ImportError,
+)
 WIDTH, LENGTH = 64, 64
 
 

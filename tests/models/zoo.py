@@ -75,15 +75,18 @@ def _with_loss(family: Family, fields: dict[str, Any]) -> nn.Module:
 
 
 def unevenly(model: nn.Module, plus_one: bool = False) -> nn.Module:
+    def drawn(like: Tensor) -> Tensor:  # in FP32: PyTorch 2.11 draws other BF16 numbers than later ones
+        return torch.randn(like.shape).to(like.dtype)
+
     norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ and not m._modules for p in m.parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
-                parameter.copy_(torch.randn_like(parameter))
+                parameter.copy_(drawn(parameter))
             elif name.endswith("bias"):
-                parameter.copy_(0.1 * torch.randn_like(parameter))
+                parameter.copy_(0.1 * drawn(parameter))
             elif id(parameter) in norms or "norm" in ".".join(name.split(".")[-2:]) or "lambda" in name:
-                parameter.copy_((not plus_one) + 0.3 * torch.randn_like(parameter))
+                parameter.copy_((not plus_one) + 0.3 * drawn(parameter))
     return model.train()
 
 

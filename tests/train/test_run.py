@@ -264,13 +264,14 @@ def test_released_gradients_train_the_same_model(
     assert run_once(make_config(*words, resume), console, "again").train_loss == found[12][0]
 
 
-def test_a_streamed_model_is_drawn_layer_by_layer_and_trains_the_same(
-    make_config: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_streamed_model_of_random_weights_trains_the_same(
+    device: str, make_config: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is never whole on one device. From its step 6 on, streamed again or resident, come the same losses."""
+    """Drawn on a GPU layer by layer. From its step 6 on, streamed again or resident, come the same losses."""
     places = []
     monkeypatch.setattr(run_module, "build_model", lambda *given: places.append(given[2].type) or build_model(*given))
-    words = ("train.stream=true", "optimizer.clip=0", "checkpoint.keep=9")
+    words = ("train.stream=true", "optimizer.clip=0", "checkpoint.keep=9", f"train.device={device}")
     run_once(make_config(*words, f"train.run_dir={tmp_path / 'streamed'}"), console, "streamed")
     expected = losses(tmp_path / "streamed")["train"]
     assert expected[1][0] == pytest.approx(math.log(320), abs=0.2)
@@ -279,7 +280,7 @@ def test_a_streamed_model_is_drawn_layer_by_layer_and_trains_the_same(
         run_once(make_config(*words, *changes, resume, f"train.run_dir={tmp_path / name}"), console, name)
         found = losses(tmp_path / name)["train"]
         assert [found[step][0] for step in range(7, 13)] == [expected[step][0] for step in range(7, 13)]
-    assert places == ["meta", "meta", "cpu"]
+    assert places == (["meta", "meta", "cuda"] if device == "cuda" else ["cpu"] * 3)
 
 
 def test_a_small_host_is_told_before_data_are_read(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
