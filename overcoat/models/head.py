@@ -23,7 +23,6 @@ import contextlib
 import functools
 import inspect
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Any, Callable, Optional, cast
 
@@ -177,6 +176,23 @@ class LeanLossModel(Mixin):
             warnings.warn(f"the loss is computed from all logits: {reason}", stacklevel=5)
         return reason is None
 
+    # A method: before PyTorch 2.13 Dynamo passes no module to a function whose result is a constant.
+    @torch.compiler.assume_constant_result
+    def overcoat_loss_reason(self, identity: int) -> Optional[str]:
+        """Return why the model's own loss is another one than it was, or None; in compiled code, as it was when that
+        was traced.
+
+        identity: the model's id(), which compiled code is guarded by: a copy may have another loss.
+        """
+        before = self.overcoat_checked
+        if before is not None and before.fingerprint.holds() and before.branches == _makers(self):
+            return before.reason
+        self.overcoat_checked = checked = _check_loss(self, self.overcoat_spec)
+        if before is not None and checked.reason is not None:
+            changed = before.fingerprint.difference(self) or "its loss function or forward"
+            checked.reason = f"{changed} has changed since it was converted, and {checked.reason}"
+        return checked.reason
+
     def _loss_only(self, labels: Tensor, inputs: dict[str, Any], says_so: bool) -> Any:
         as_tuple = inputs.pop("return_dict", None) is False
         if not self.overcoat_spec.reads_mask:
@@ -318,10 +334,11 @@ def why_head_replaced(model: Any) -> Optional[str]:
         return f"lm_head is a {class_name(head)} now; convert the model again if it is nn.Linear"
     if not hasattr(_backbone(model), "overcoat_is_lean"):
         return f"{model.overcoat_spec.text} was replaced since: its layers are as they came; convert the model again"
-    if torch.compiler.is_compiling():
-        _check_all()
-        return _why_not_lean(model, head) or model.overcoat_checked.reason
-    return _why_not_lean(model, head) or _loss_reason_now(model) or why_mode()
+    return (
+        _why_not_lean(model, head)
+        or model.overcoat_loss_reason(id(model))
+        or (None if torch.compiler.is_compiling() else why_mode())
+    )
 
 
 def _why_not_lean(model: Any, head: Any) -> Optional[str]:
@@ -372,29 +389,6 @@ def _makers(model: Any) -> tuple[Any, ...]:
     return original_class(model).forward, model.loss_function
 
 
-_verified: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-@torch.compiler.assume_constant_result
-def _check_all() -> int:
-    """Verify again what has changed, of all models, when code is being compiled: PyTorch 2.11 takes none as an
-    argument here."""
-    return len([_loss_reason_now(model) for model in list(_verified) if isinstance(model, LeanLossModel)])
-
-
-def _loss_reason_now(model: Any) -> Optional[str]:
-    """Return why the model's own loss is another one than it was, or None."""
-    _verified.add(model)
-    before = model.overcoat_checked
-    if before is not None and before.fingerprint.holds() and before.branches == _makers(model):
-        return before.reason
-    model.overcoat_checked = checked = _check_loss(model, model.overcoat_spec)
-    if before is not None and checked.reason is not None:
-        changed = before.fingerprint.difference(model) or "its loss function or forward"
-        checked.reason = f"{changed} has changed since it was converted, and {checked.reason}"
-    return checked.reason
-
-
 def install_head(model: Any, recipe: Recipe) -> None:
     """Give a supported model this loss, in place; again to change the recipe, even when wrapped by FSDP2 since."""
     if not isinstance(model, LeanLossModel):
@@ -410,7 +404,6 @@ def install_head(model: Any, recipe: Recipe) -> None:
     model.overcoat_recipe, backbone = recipe, _backbone(model)
     model.overcoat_mask_makers = mask_makers(owners_of(model))
     model.overcoat_checked = _check_loss(model, model.overcoat_spec)
-    _verified.add(model)
     if recipe.z_loss and not hasattr(backbone, "overcoat_z_loss"):
         backbone.register_forward_pre_hook(_warn_without_z_loss)
     backbone.overcoat_z_loss, backbone.overcoat_is_lean = recipe.z_loss, False

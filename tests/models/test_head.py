@@ -426,6 +426,18 @@ def test_compiles_without_graph_breaks(model: nn.Module) -> None:
     assert_equal(trained(model, inputs), expected)
 
 
+@pytest.mark.filterwarnings("ignore:the loss is computed")
+def test_a_copy_with_another_loss_compiles_code_of_its_own(model: Any) -> None:
+    overcoat.convert(model, ONLY_HEAD)
+    inputs = {**make_batch(length=64), "use_cache": False}
+    changed = copy.deepcopy(model)
+    changed.loss_function = Scaled()
+    changed.loss_function.factor = 2.0
+    torch.compiler.reset()
+    losses = [torch.compile(each, backend="aot_eager")(**inputs).loss for each in (model, changed)]
+    torch.testing.assert_close(losses[1], 2 * losses[0], rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_the_whole_model(model: nn.Module, reentrant: bool) -> None:
     overcoat.convert(model)
