@@ -84,42 +84,61 @@ class Source:
         self.checkpoint = Checkpoint(str(weights), self.names.values()) if is_folder else None
 
     @torch.no_grad()
-    def fill_stack(self, stack: Any, on_device: Tensor) -> None:
-        """Fill the weights of a stack in host memory; on_device: memory for them, in which random ones are drawn."""
-        if not self.is_meta:
-            return
+    def fill_stack(self, stack: Any) -> None:
+        """Fill the weights of a stack in host memory from the checkpoint."""
         if self.checkpoint is not None:
             for param in stack.params:
                 self.checkpoint.read(self.names[id(param)], param)
+
+    @torch.no_grad()
+    def draw(self, device: torch.device, streamed: Iterable[int]) -> None:
+        """Draw random weights on a device by the model's own initialization, one module after the other, so that they
+        do not depend on what is streamed: that is copied to its place in host memory. streamed: ids of parameters."""
+        if not self.is_meta or self.checkpoint is not None:
             return
-        host = [param.data for param in stack.params]
-        for param, target in zip(stack.params, stack.own.weights_in(on_device), strict=True):
-            param.data = target
-        for module in dict.fromkeys(stack.modules):
-            self.model._init_weights(module)
-        for param, own in zip(stack.params, host, strict=True):
-            param.data = own
-        stack.host.copy_(on_device)
+        waiting = set(streamed)
+
+        def make(module: nn.Module) -> None:
+            made = _make_missing(module, device)
+            here = [each for each in module._parameters.values() if each is not None and id(each) in waiting]
+            places = [(param, param.data) for param in here]
+            for param, host in places:
+                waiting.remove(id(param))
+                param.data = torch.empty_like(host, device=device)
+            if made or places:
+                self.model._init_weights(module)
+            for param, host in places:
+                host.copy_(param.data)
+                param.data = host
+
+        self.model.apply(make)
 
     @torch.no_grad()
     def fill_rest(self, device: torch.device) -> None:
-        """Make and fill all that is still on the meta device, there; streamed weights are hidden."""
-        for module in self.model.modules() if self.is_meta else ():
-            made: list[tuple[str, Tensor]] = []
-            for param in filter(None.__ne__, module._parameters.values()):
-                if param.is_meta:
-                    own = torch.empty(local(param).shape, dtype=param.dtype, device=device)
-                    set_data(param, rewrap(param, own))
-                    made.append((self.names[id(param)], param))
-            buffers = {name: each for name, each in module._buffers.items() if each is not None and each.is_meta}
-            for name, each in buffers.items():
-                own = module._buffers[name] = torch.empty(each.shape, dtype=each.dtype, device=device)
-                made += [(self.names[id(each)], own)] if id(each) in self.names else []
-            if buffers or (made and self.checkpoint is None):
+        """Make all that is still on the meta device and fill it from the checkpoint; streamed weights are hidden."""
+        if self.checkpoint is None:
+            return
+        for module in self.model.modules():
+            made = _make_missing(module, device)
+            if any(not isinstance(tensor, nn.Parameter) for _, tensor in made):
                 self.model._init_weights(module)
-            if self.checkpoint is not None:
-                for name, own in made:
-                    self.checkpoint.read(name, own)
+            for tensor_id, tensor in made:
+                if tensor_id in self.names:
+                    self.checkpoint.read(self.names[tensor_id], tensor)
+
+
+def _make_missing(module: nn.Module, device: torch.device) -> list[tuple[int, Tensor]]:
+    """Make a module's own tensors that are on the meta device; return them, with the id of what they were."""
+    made: list[tuple[int, Tensor]] = []
+    for param in module._parameters.values():
+        if param is not None and param.is_meta:
+            set_data(param, rewrap(param, torch.empty(local(param).shape, dtype=param.dtype, device=device)))
+            made.append((id(param), param))
+    for name, each in module._buffers.items():
+        if each is not None and each.is_meta:
+            own = module._buffers[name] = torch.empty(each.shape, dtype=each.dtype, device=device)
+            made.append((id(each), own))
+    return made
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -209,7 +209,8 @@ class Stream(GradientRelease):
         for layer in self.layers:
             for stack in layer.stacks:
                 stack.move_to_host(page_locked)
-                source.fill_stack(stack, self.buffers[0].memory[: stack.bytes])
+                source.fill_stack(stack)
+        source.draw(self.device, self.owners)
         for layer in self.layers:
             layer.put([None] * len(layer.params))  # hidden
         try:

@@ -42,7 +42,10 @@ def check_named_model(config: Config) -> None:
 def check_inline_model(config: Config) -> None:
     """Refuse a streamed model of [model.config] that the host has no memory for."""
     if config.train.stream and process.count() == 1:
-        _check_host(check_builds(config.model, torch.device("cpu"), make_recipe(config.recipe)), config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # said before
+            model = check_builds(config.model, torch.device("cpu"), make_recipe(config.recipe))
+        _check_host(model, config)
 
 
 def _check_host(model: Any, config: Config) -> None:

@@ -293,6 +293,8 @@ def make_state(
     memory.forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.train.stream:
+        if is_drawn:
+            torch.manual_seed(config.train.seed)  # `convert` may have drawn numbers, too
         weights = RANDOM if is_drawn else None
         overcoat.stream(model, optimizer, device=device, resident=config.train.resident, weights=weights)
     elif config.optimizer.release_gradients:

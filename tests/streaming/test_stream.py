@@ -407,6 +407,13 @@ def test_random_weights_are_drawn_by_the_model(device):
     assert all((norm.weight == 1).all() for name, norm in model.named_modules() if name.endswith("norm"))
     expected = type(model.model.rotary_emb)(model.config).inv_freq
     assert torch.equal(model.model.rotary_emb.inv_freq.cpu(), expected)
+    # Others that stay on the device, or travel in another way, do not change what is drawn.
+    for recipe, more in ((Recipe(), {"resident": 1}), (Recipe(linear_scaling="block"), {})):
+        other = on_meta()
+        torch.manual_seed(3)
+        prepare(other, recipe, device, True, {"weights": "random", **more})
+        for (name, x), y in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+            assert torch.equal(x.cpu(), y.cpu()), name
     losses = train(model, optimizer, device, 2)
     assert all(5 < loss < 8 for loss in losses)
 

@@ -283,7 +283,9 @@ def _reduced(rank: int, config: Config) -> None:
                 own = [param.unsharded_accumulated_grad.double() for param in params]
                 exact = torch.cat([process.sum_of(gradient).flatten() for gradient in own])
                 for param in params:
-                    param.unsharded_accumulated_grad = None
+                    if param.reduce_dtype is not None and param._unsharded_param.grad is None:  # before PyTorch 2.15
+                        param.unsharded_accumulated_grad = None
+                    param._unsharded_param.grad = None
         own = [param.sharded_param.grad.full_tensor().double() for param in params]
         found[dtype] = float(sqnr(exact, torch.cat([gradient.flatten() for gradient in own])))
     if rank == 0:
