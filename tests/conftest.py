@@ -12,6 +12,8 @@ import gc
 import os
 from collections.abc import Iterator
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import; trying to reach it takes a minute
+
 import pytest
 import torch
 from hypothesis import settings
