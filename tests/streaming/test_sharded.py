@@ -224,10 +224,13 @@ def _evaluated(rank: int, device: str) -> None:
     assert_same_run(*runs, device, first=4)
     runs[1][2].remove()
     assert {param.device.type for param in runs[1][0].parameters()} == {torch.device(device).type}
-    overcoat.release_gradients(*runs[1][:2])
+    released = overcoat.release_gradients(*runs[1][:2])
     assert_same_run(*runs, device, 2, first=7)
     overcoat.fp8_all_gather(runs[1][0])
     assert_same_run(*runs, device, 2, first=9)
+    released.remove()  # streamed again, after FSDP2 has trained it
+    overcoat.stream(*runs[1][:2])
+    assert_same_run(*runs, device, 2, first=11)
 
 
 @two_of
