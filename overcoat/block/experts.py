@@ -56,8 +56,8 @@ from overcoat.recipe import Recipe
 class Experts(NamedTuple):
     """Constants of experts, and how their weights lie.
 
-    activation: f's name in kernels/activation.py. gated: h = f(gate) * up, both in one weight; False: h = f(z).
-    transposed: weights are (E, in, out) (gpt-oss). interleaved: rows of gate and up alternate (gpt-oss).
+    activation: f's name in kernels/activation_functions.py. gated: h = f(gate) * up, both in one weight; False:
+    h = f(z). transposed: weights are (E, in, out) (gpt-oss). interleaved: rows of gate and up alternate (gpt-oss).
     limit: gate is at most this, and up within it, before f (gpt-oss); 0: no limit. shift: added to up after that.
     """
 

@@ -59,7 +59,7 @@ class MlpSaved(NamedTuple):
 class Mlp(NamedTuple):
     """The mixer h = f(z) of z (T, I), or if `gated` h = f(first half of z) * second half, z (T, 2 I).
 
-    activation: f's name in kernels/activation.py.
+    activation: f's name in kernels/activation_functions.py.
     """
 
     activation: str

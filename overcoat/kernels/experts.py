@@ -23,7 +23,8 @@ from torch import Tensor
 
 from overcoat.formats import E4M3, FLOAT8, decode_float8, quantize_tensor
 from overcoat.formats.bits import from_bits, to_bits
-from overcoat.kernels.activation import activation_of, decoded, load_operands
+from overcoat.kernels.activation import decoded, load_operands
+from overcoat.kernels.activation_functions import activation_of
 from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import (
     EXACT,

@@ -12,7 +12,8 @@ import torch
 from overcoat.block import reference
 from overcoat.formats import FLOAT8, decode_groups, encode_groups
 from overcoat.kernels import activation as ops
-from overcoat.kernels.activation import ACTIVATIONS, activation_backward, activation_gradient_bound
+from overcoat.kernels.activation import activation_backward, activation_gradient_bound
+from overcoat.kernels.activation_functions import ACTIVATIONS
 from tests.exact import E4M3_DB, E5M2_DB, KEPT_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.samples import normal
 from tests.kernels.test_blockwise import decoded

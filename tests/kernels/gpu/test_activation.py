@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from overcoat.kernels.activation import (
-    ACTIVATIONS,
     activation_backward,
     activation_block_quantize,
     activation_decode,
@@ -16,6 +15,7 @@ from overcoat.kernels.activation import (
     activation_gradient_bound,
     activation_quantize,
 )
+from overcoat.kernels.activation_functions import ACTIVATIONS
 from overcoat.kernels.op import Op
 from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 
