@@ -455,8 +455,8 @@ def _ordered(rank: int, device: str, case: str, ways: Sequence[str]) -> None:
                 assert any(torch.equal(own, other) for other in those), (way, order)
 
 
-WAYS = ("alone", "kept", "as ever")
-ALL_WAYS = [(case, (*WAYS, "copies", "frozen")) for case in CASES]
+WAYS = ("alone", "kept", "frozen", "as ever")
+ALL_WAYS = [(case, (*WAYS, "copies")) for case in CASES]
 
 
 @two_of
