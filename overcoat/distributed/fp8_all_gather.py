@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from overcoat.distributed.sharded_weight import (
@@ -163,6 +164,10 @@ class Gather:
         for module in self.modules:  # not only the model: trainers also call modules inside it
             self.handles.append(module.register_forward_pre_hook(_reshard_idle, prepend=True))
             self.handles.append(module.register_forward_hook(_reshard_without_backward))
+        for module in modules:
+            groups = _groups(module)
+            if own := [weight for weight in self.weights if weight.group in groups]:
+                self.handles += Reader(module, own).attach()
         for held in self.held:
             held.attach()
 
@@ -204,6 +209,50 @@ def _reshard_without_backward(module: Any, *_: Any) -> None:
     """Reshard a layer after a forward that will have no backward, which otherwise would."""
     if not torch.is_grad_enabled():
         _reshard_idle(module)
+
+
+class Reader:
+    """An FSDP2 module whose backwards gather weights as their forwards have read them, in FP8 or 16 bits, whatever mode
+    or forward comes in between."""
+
+    def __init__(self, module: Any, weights: list[ShardedWeight]) -> None:
+        self.module, self.weights = module, weights
+
+    def attach(self) -> list[RemovableHandle]:
+        """Register the hooks, in front of FSDP2's."""
+        return [
+            self.module.register_forward_pre_hook(self.before_forward, prepend=True),
+            self.module.register_forward_hook(self.after_forward, prepend=True),
+        ]
+
+    @torch._disable_dynamo  # as what FSDP2 does around it
+    def before_forward(self, *_: Any) -> None:
+        """Reshard weights that a forward in the other mode has left gathered."""
+        if any(weight.is_fp8 != weight.layer.training for weight in self.weights):
+            _reshard_idle(self.module)
+
+    @torch._disable_dynamo  # as what FSDP2 does around it
+    def after_forward(self, module: Any, args: Any, result: Any) -> None:
+        """Register a hook that comes before FSDP2's gathering for the backward."""
+        before_backward = functools.partial(self.before_backward, [weight.is_fp8 for weight in self.weights])
+        for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(before_backward)
+
+    def before_backward(self, in_fp8: list[bool], _gradient: Tensor) -> None:
+        """Gather weights anew if they are, or would be, gathered otherwise than the forward has read them."""
+        if in_fp8 == [weight.is_fp8 for weight in self.weights]:
+            return
+        groups = _groups(self.module)
+        for group in groups:
+            group.wait_for_unshard()  # of a prefetch
+        _reshard(self.module)
+        for weight, is_fp8 in zip(self.weights, in_fp8, strict=True):
+            weight.gather_in(is_fp8)
+        for group in groups:  # FSDP2 does not where a backward of another forward is not over
+            with group.use_training_state(TrainingState.PRE_BACKWARD):
+                group.unshard()
+                group.wait_for_unshard()
 
 
 def _reshard(module: Any) -> None:

@@ -29,6 +29,7 @@ from weakref import proxy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from overcoat.block.context import share_largest
 from overcoat.block.linear import GatheredWeight
@@ -187,14 +188,19 @@ class ShardedWeight(UnshardedParam):
         """Return version counters of the DTensor (with peft's merged adapters, untracked by it) and its local part."""
         return (self.param.sharded_param._version, (*getattr(self.linear, "merged_adapters", ()),)), self.local._version
 
+    def gather_in(self, is_fp8: bool) -> None:
+        """Choose FP8 or 16 bits. FSDP2 has buffers of one dtype: exchange them."""
+        if is_fp8 != self.is_fp8:
+            self.others, self.is_fp8 = self._give_buffers(*self.others), is_fp8
+
     # ---- FSDP2's extension points -------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this process sends."""
-        if self.layer.training != self.is_fp8:  # FSDP2 has buffers of one dtype: exchange them
-            self.others, self.is_fp8 = self._give_buffers(*self.others), self.layer.training
+        if self.group._training_state is not TrainingState.PRE_BACKWARD:  # which reads what its forward has read
+            self.gather_in(self.layer.training)
         if not self.is_fp8:
             return (self._nothing() if holds_all(self.param) else self.rows(),), None
         if self.maxima is not None:

@@ -203,10 +203,10 @@ class Layer:
     """A streamed decoder layer. number: its place among all; module: the layer itself.
 
     arrived: CUDA event after the last copy to its slot. is_wide: True if the modules read all weights in 16 bits, or
-    did last.
+    did last. changes: how often a stack's weights have been stepped, or encoded since they were written to.
     """
 
-    is_wide = False
+    is_wide, changes = False, 0
 
     def __init__(self, number: int, name: str, module: nn.Module, stacks: list[Stack]) -> None:
         self.number, self.name, self.module, self.stacks = number, name, module, stacks

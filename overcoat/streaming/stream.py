@@ -315,6 +315,7 @@ class Stream(GradientRelease):
     def _on_device(self, layer: Layer, stack: Stack, is_stepped: bool) -> Iterator[None]:
         """Provide a stack's weights on the device to the current stream; then encode them, and copy the codes and if
         `is_stepped` the weights to the host."""
+        layer.changes += 1
         buffer = self.buffers[stack.place]
         whole = buffer.memory[: stack.bytes]
         with self._on("in", buffer.freed):  # so `stack.written` has come, too
@@ -389,18 +390,29 @@ class Stream(GradientRelease):
         layer.put(layer.params)
         y = result[0] if isinstance(result, tuple) else result
         if isinstance(y, Tensor) and y.requires_grad:
-            y.register_hook(_refuse_backward if layer.is_wide else functools.partial(self._before_backward, number))
+            before = functools.partial(self._before_backward, number, layer.changes)
+            y.register_hook(_refuse_backward if layer.is_wide else before)
 
     # ---- the backward ---------------------------------------------------------------------------------
 
-    def _before_backward(self, number: int, _gradient: Tensor) -> None:
-        """Wait for a layer's codes and for the step of older gradients, and begin to copy the next layer's codes."""
+    def _before_backward(self, number: int, changes: int, _gradient: Tensor) -> None:
+        """Wait for a layer's codes and for the step of older gradients, and begin to copy the next layer's codes.
+
+        changes: of the layer's weights before the forward. ValueError: there were more since.
+        """
         if self.task != torch._C._current_graph_task_id():
             self.task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         self._bound_gradients(BACKLOG)
-        self._fetch(self.layers[number])
-        self._wait(self.layers[number].arrived)
+        layer = self.layers[number]
+        self._fetch(layer)
+        if layer.changes != changes:  # autograd cannot see it: it has saved the stand-ins
+            raise ValueError(
+                f"overcoat.stream: weights of {layer.name} were stepped or written to between a forward and its "
+                "backward: call backward() first, of several passes of a step all but the last inside `with "
+                "handle.accumulate():`"
+            )
+        self._wait(layer.arrived)
         if number:
             self._fetch(self.layers[number - 1])
 

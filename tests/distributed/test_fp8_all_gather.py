@@ -30,6 +30,7 @@ from overcoat.distributed import sharded_weight
 from overcoat.distributed.fp8_all_gather import GATHER, fsdp_params
 from tests.examples.runs import as_torchrun, sharding_on_cpus
 from tests.models.zoo import make_batch, make_model
+from tests.nightly import mostly_nightly
 from tests.processes import on_many, on_two, repeatable, two_of
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2}
@@ -73,7 +74,8 @@ def make(case: str, fp8: bool, device: str = "cpu", mesh: Any = None, wide: bool
     fully_shard(model, mesh=mesh, **options)
     if fp8:
         report = overcoat.fp8_all_gather(model)
-        apart = 2 * 2 * (case == "uneven experts" and dist.get_world_size() > 1)
+        shards = dist.get_world_size() if mesh is None else mesh.size(-1)
+        apart = 2 * 2 * (case == "uneven experts" and shards > 1)
         assert len(report.left_alone) == apart, report
         assert len(report.fp8) == len(matrices(model)) - apart
     return model, overcoat.AdamW(model.parameters(), lr=1e-2)
@@ -399,6 +401,70 @@ def _changed(rank: int) -> None:
 
 def test_a_change_between_steps_is_noticed() -> None:
     on_two(_changed, "cpu")
+
+
+# ---- backwards after other forwards ----------------------------------------------------------------------------------
+
+# Forwards of numbered losses, or without gradients ("?1"); backwards, of a sum ("-01"), or not reduced yet ("~0").
+ORDERS = (
+    "train 0 eval 1 -0",
+    "train 0 eval ?1 -0",
+    "train 0 eval 1 train -0",
+    "train 0 eval -0",
+    "train 0 1 -1 -0",
+    "train 0 1 -01",
+    "train 0 eval 1 train -0 -1",
+    "train 0 eval 1 -01",
+    "train 0 eval 1 ~0 train 2 -2",
+    "eval 0 train ?1 -0",
+    "eval 0 train 1 -0 -1",
+)
+
+
+def play(model: Any, order: str, device: str) -> list[Tensor]:
+    """Gradients after an order of forwards and backwards."""
+    model.zero_grad()
+    losses: dict[str, Tensor] = {}
+    for word in order.split():
+        if word in ("train", "eval"):
+            model.train(word == "train")
+        elif word[0] in "-~":
+            model.set_requires_gradient_sync(word[0] == "-")
+            sum(losses.pop(number) for number in word[1:]).backward()
+        else:
+            batch = make_batch(seed=int(word[-1]) + 100 * dist.get_rank(), batch=1, length=13)
+            with torch.set_grad_enabled(word[0] != "?"):
+                losses[word] = model(**{name: value.to(device) for name, value in batch.items()}).loss
+    return gradients(model)
+
+
+def _ordered(rank: int, device: str, case: str, ways: Sequence[str]) -> None:
+    mesh = init_device_mesh(device, (2, 1), mesh_dim_names=("copies", "shards"))
+    options: dict[str, Any] = {"alone": {"mesh": mesh["shards"]}, "copies": {"mesh": mesh}}
+    options["kept"] = {"reshard_after_forward": False}
+    for way in ways:
+        (plain, _), (model, _) = (make(case, fp8, device, **options.get(way, {})) for fp8 in (False, True))
+        for each in (plain, model):  # then the first layer's input wants no gradient, and FSDP2 ends its backward late
+            each.get_input_embeddings().requires_grad_(way != "frozen")
+        for order in ORDERS:
+            # A weight read in both modes has two gradients, which are added up before or after their reduction.
+            apart = order.replace("-01", "-1 -0") if "eval" in order else order
+            found, *expected = (play(each, of, device) for each, of in ((model, order), (plain, order), (plain, apart)))
+            assert len({len(found), *map(len, expected)}) == 1, (way, order)
+            for own, *those in zip(found, *expected, strict=True):
+                assert any(torch.equal(own, other) for other in those), (way, order)
+
+
+WAYS = ("alone", "kept", "frozen", "as ever")
+ALL_WAYS = [(case, (*WAYS, "copies")) for case in CASES]
+
+
+@two_of
+@pytest.mark.parametrize(("case", "ways"), mostly_nightly([("default", WAYS), *ALL_WAYS], [("default", WAYS)]), ids=str)
+def test_a_backward_reads_what_its_forward_has_read_whatever_comes_between(
+    device: str, case: str, ways: Sequence[str]
+) -> None:
+    on_two(_ordered, device, device, case, ways)
 
 
 # ---- checkpoints and compiled code -----------------------------------------------------------------------------------

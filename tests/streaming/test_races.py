@@ -25,11 +25,17 @@ WAITS = ("_on_device", "_enter", "_before_backward", "_bound_gradients")
 EVENTS = [("codes", 0), ("codes", 1), ("in", 0), ("update", 0), ("out", 0)]
 
 
+def evaluated(model: Any) -> None:
+    with torch.no_grad():
+        model.eval()(**make_batch(length=16))
+    model.train()
+
+
 def run(
     monkeypatch: Any, without: Any = None, evaluate: bool = False, passes: int = 1, prepare: Any = prepare
 ) -> list[str]:
-    """Races of three streamed steps. without: a wait, or an event, that is left out; passes: of a step; prepare: what
-    makes the optimizer and streams the model."""
+    """Races of three streamed steps. without: a wait, or an event, that is left out; evaluate: after each forward and
+    step; passes: of a step; prepare: what makes the optimizer and streams the model."""
     detector, numbers = RaceDetector(), itertools.count()
 
     def wait(self, event):
@@ -134,14 +140,14 @@ def run(
                 for number in range(passes):
                     with handle.accumulate() if number < passes - 1 else contextlib.nullcontext():
                         loss = loss_of(model, step, "cpu")
+                        if evaluate:
+                            evaluated(model)
                         loss.backward()
                     del loss
                 optimizer.step()
                 optimizer.zero_grad()
                 if evaluate:
-                    with torch.no_grad():
-                        model.eval()(**make_batch(length=16))
-                    model.train()
+                    evaluated(model)
     return detector.races
 
 

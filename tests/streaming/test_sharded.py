@@ -257,6 +257,27 @@ def test_halves_of_a_step_are_the_step(device: str) -> None:
     on_two(_halves, device, device)
 
 
+def _ordered(rank: int, device: str) -> None:
+    """Also of layers that stay with FSDP2: forwards in `eval()` between a forward and its backward, with gradients and
+    without, and backwards in another order."""
+    found = {}
+    for order in dict.fromkeys(order for pair in harness.ORDERS for order in pair):
+        made = make("default", device, True, source={"resident": 1})
+        assert len(overcoat.fp8_all_gather(made[0]).fp8) == 7
+        harness.steps_in_order(*made, device, order)
+        found[order] = snapshot(*made[:2])
+    resident = make("default", device, False)
+    harness.steps_in_order(*resident, device, "0 -0")
+    found["resident"] = snapshot(*resident[:2])
+    for order, expected in (*harness.ORDERS, ("0 -0", "resident")):
+        assert all(torch.equal(_bits(x), _bits(y)) for x, y in zip(found[order], found[expected], strict=True)), order
+
+
+@two_of
+def test_a_backward_counts_whatever_comes_between(device: str) -> None:
+    on_two(_ordered, device, device)
+
+
 def _in_host_memory(rank: int) -> None:
     """Half of what one process has, to the byte as estimated."""
     found = []
@@ -396,6 +417,11 @@ def _refused(rank: int) -> None:
         backward(run[0])
     run[2].weights_changed()
     backward(run[0])
+    run = make("default", "cpu", True)
+    first, second = (loss_of(run[0], step, "cpu") for step in range(2))
+    second.backward()
+    with pytest.raises(ValueError, match=r"layers\.2 were stepped .* between a forward and its backward"):
+        first.backward()
 
 
 def test_what_cannot_be_streamed_is_refused_in_all_processes() -> None:

@@ -290,6 +290,49 @@ def test_halves_of_a_step_are_the_step(case, device):
     harness.assert_same_bits(snapshot(*whole[:2]), snapshot(*halves[:2]))
 
 
+def steps_in_order(model: Any, optimizer: Any, handle: Any, device: Any, order: str) -> None:
+    """Two steps. Forwards of numbered losses, or without gradients ("?1"); backwards, some in `accumulate` ("+0")."""
+    for step in (0, 10):
+        losses: dict[str, torch.Tensor] = {}
+        for word in order.split():
+            if word in ("train", "eval"):
+                model.train(word == "train")
+            elif word[0] in "-+":
+                with handle.accumulate() if word[0] == "+" else contextlib.nullcontext():
+                    losses.pop(word[1:]).backward()
+            else:
+                with torch.set_grad_enabled(word[0] != "?"):
+                    losses[word] = loss_of(model, step + int(word[-1]), device)
+        model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# Each with what it must equal.
+ORDERS = (
+    ("0 eval 1 -0", "0 -0"),
+    ("0 eval ?1 train -0", "0 -0"),
+    ("0 eval -0", "0 -0"),
+    ("0 1 +1 -0", "0 +0 1 -1"),
+    ("0 eval ?2 +0 train 1 -1", "0 +0 1 -1"),
+    ("0 +0 1 eval ?2 -1", "0 +0 1 -1"),
+)
+
+
+@pytest.mark.parametrize("case", ["default", "experts"])
+def test_a_backward_counts_whatever_comes_between(case, device):
+    found = {}
+    for order in dict.fromkeys(order for pair in ORDERS for order in pair):
+        run = make(case, device, True)
+        steps_in_order(*run, device, order)
+        found[order] = snapshot(*run[:2])
+    resident = make(case, device, False)
+    steps_in_order(*resident, device, "0 -0")
+    found["resident"] = snapshot(*resident[:2])
+    for order, expected in (*ORDERS, ("0 -0", "resident")):
+        assert all(map(torch.equal, found[order], found[expected])), order
+
+
 def test_gradients_are_added_up_in_fp32(device):
     model, optimizer, handle = make("default", device, True)
     plain = make_model("llama", layers=3, **SMALL).to(device)
@@ -483,6 +526,23 @@ def backward_in_eval(model: Any, optimizer: Any) -> None:
     loss_of(model.eval(), 0, "cpu").backward()
 
 
+def step_between(model: Any, optimizer: Any) -> None:
+    """Of weights that autograd does not see: only those that are streamed are trained."""
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.0" in name and "proj" in name)
+    first, second = (loss_of(model, step, "cpu") for step in range(2))
+    second.backward()
+    optimizer.step()
+    first.backward()
+
+
+def write_between(model: Any, optimizer: Any) -> None:
+    loss = loss_of(model, 0, "cpu")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2.0)
+    loss.backward()
+
+
 def with_a_cache(model: Any, optimizer: Any) -> None:
     model(input_ids=make_batch()["input_ids"], use_cache=True)
 
@@ -508,6 +568,8 @@ def unfreeze(model: Any, optimizer: Any) -> None:
     [
         (accumulate, r"inside `with handle\.accumulate"),
         (backward_in_eval, r"eval\(\) has no backward"),
+        (step_between, r"layers\.0 were stepped .* between a forward and its backward: call backward\(\) first"),
+        (write_between, r"layers\.0 were .* written to between a forward and its backward"),
         (with_a_cache, r"layers\.0 would train in its original precision.*cache"),
         (recompute, 'Recipe\\(checkpoint="block"\\)'),
         (move, r"was moved or replaced since overcoat\.stream"),
