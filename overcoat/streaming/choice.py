@@ -79,8 +79,9 @@ def _shared(model: nn.Module) -> set[int]:
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():
-        for param in filter(None.__ne__, module._parameters.values()):
-            (shared if id(param) in seen else seen).add(id(param))
+        for param in module._parameters.values():
+            if param is not None:
+                (shared if id(param) in seen else seen).add(id(param))
     return shared
 
 

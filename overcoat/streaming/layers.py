@@ -247,4 +247,9 @@ class Layer:
                     leaf.requires_grad_(param.requires_grad)
                 if param.requires_grad and not leaf._post_accumulate_grad_hooks:
                     raise ValueError(f"{name} is trained since overcoat.stream, which was told that it is frozen")
+                if param.requires_grad and (param._backward_hooks or param._post_accumulate_grad_hooks):
+                    raise ValueError(
+                        f"{name} has a hook for its gradient, which overcoat.stream would not run: remove the hook, or "
+                        "use overcoat.release_gradients instead"
+                    )
         return [leaf for stack in self.stacks for leaf in stack.leaves]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import weakref
 from typing import Any
@@ -563,6 +564,11 @@ def unfreeze(model: Any, optimizer: Any) -> None:
     loss_of(model, 0, "cpu")
 
 
+def hook(model: Any, optimizer: Any, kind: str = "register_hook") -> None:
+    getattr(model.model.layers[0].mlp.up_proj.weight, kind)(torch.zeros_like)
+    loss_of(model, 0, "cpu")
+
+
 @pytest.mark.parametrize(
     ("do", "words"),
     [
@@ -574,6 +580,11 @@ def unfreeze(model: Any, optimizer: Any) -> None:
         (recompute, 'Recipe\\(checkpoint="block"\\)'),
         (move, r"was moved or replaced since overcoat\.stream"),
         (unfreeze, "told that it is frozen"),
+        (hook, r"up_proj\.weight has a hook for its gradient"),
+        (
+            functools.partial(hook, kind="register_post_accumulate_grad_hook"),
+            r"up_proj\.weight has a hook for its gradient",
+        ),
     ],
 )
 def test_what_cannot_work_later_is_refused(do, words):
@@ -636,6 +647,11 @@ def test_memory_of_the_gpu_does_not_grow_with_layers():
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del model, run
     assert peaks[1] - peaks[0] < 2 * 2**20  # norms, step counts, inputs of layers; a layer's weights take 34 MB
+
+
+@pytest.mark.filterwarnings("error:NotImplemented:DeprecationWarning")  # a TypeError from Python 3.14 on
+def test_streaming_does_nothing_that_newer_pythons_refuse():
+    make("default", "cpu", True, layers=1)
 
 
 def test_a_weight_frozen_between_passes_does_not_lose_their_sum_in_silence():
