@@ -53,7 +53,7 @@ KEPT_SHOWS = 0.05  # of saved activations
 # From one host to another, for each GPU: 400 Gbit/s. Not measured.
 NETWORK = 50e9
 # Beside the measured runs; tests/estimate/test_recorded.py holds it.
-ERROR = "62 measured runs limited by the GPU: median error 1.9%, largest 7% (hidden 576: 16%); hosts differ by 2x"
+ERROR = "64 measured runs limited by the GPU: median error 1.7%, largest 7% (hidden 576: 16%); hosts differ by 2x"
 
 _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view")
 

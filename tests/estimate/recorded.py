@@ -48,9 +48,11 @@ class Run(NamedTuple):
         return self.seconds / self.measured - 1
 
     @property
-    def bounded_by_gpu(self) -> bool:
-        """Beyond doubt: a slow host would need less."""
-        return self.graphs or HOSTS[1] * self.predicted.host < self.seconds
+    def bound(self) -> str:
+        """What limits the run: "GPU" if beyond doubt, since a slow host would need less; "link" to host memory."""
+        if self.predicted.most_crossing > 1:
+            return "link"
+        return "GPU" if self.graphs or HOSTS[1] * self.predicted.host < self.seconds else "host"
 
 
 def setup_of(name: str, frozen: bool = False) -> Setup | None:
@@ -60,6 +62,7 @@ def setup_of(name: str, frozen: bool = False) -> Setup | None:
         return None
     options = {key: value for key, value in OPTIMIZERS[trainer.optimizer].options.items() if key != "check_finite"}
     options |= {"release_gradients": trainer.released, "all_gather": "fp8" if trainer.fp8_all_gather else "bf16"}
+    options |= {"stream": trainer.streamed, "resident": trainer.resident}
     return Setup(trainer.engine.recipe, freeze_tower=frozen, **options)
 
 
@@ -118,10 +121,10 @@ def main() -> None:
     """Print a line for each, and the errors in all."""
     found = list(runs())
     for run in sorted(found, key=lambda run: abs(run.error)):
-        bound = "GPU" if run.bounded_by_gpu else "host"
-        print(f"{run.error:+7.1%}  {run.measured * 1e3:8.1f} ms  {bound:4s}  {run.name}")
-    for bounded, title in ((True, "bounded by the GPU"), (False, "by the host, or near it")):
-        errors = [abs(run.error) for run in found if run.bounded_by_gpu == bounded]
+        print(f"{run.error:+7.1%}  {run.measured * 1e3:8.1f} ms  {run.bound:4s}  {run.name}")
+    titles = {"GPU": "bounded by the GPU", "host": "by the host, or near it", "link": "by copies of streamed weights"}
+    for bound, title in titles.items():
+        errors = [abs(run.error) for run in found if run.bound == bound]
         print(f"{len(errors)} runs {title}: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
 
 
