@@ -82,11 +82,15 @@ class Setup:
             raise ValueError("dora is for adapters alone: add lora, their rank, or leave it out")
         if self.resident and not self.stream:
             raise ValueError(f"resident {self.resident} is for stream alone: add it, or leave resident out")
-        if self.releases and self.accumulation > 1:
-            what = "stream" if self.stream else "release_gradients"
+        if self.stream and self.accumulation > 1:
             raise ValueError(
-                f"{what} cannot accumulate {self.accumulation} forward passes: the weights move in the first one's "
-                "backward. Use accumulation 1, or keep the gradients"
+                f"stream is not estimated with accumulation {self.accumulation}, whose sums of gradients take 4 bytes "
+                "of host memory a streamed weight on top: use accumulation 1"
+            )
+        if self.releases and self.accumulation > 1:
+            raise ValueError(
+                f"release_gradients cannot accumulate {self.accumulation} forward passes: the weights move in the "
+                "first one's backward. Use accumulation 1, or keep the gradients"
             )
 
     @property

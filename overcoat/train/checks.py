@@ -215,8 +215,8 @@ def _combined(config: Config) -> list[Row]:
         (
             "train.batch_size",
             released and is_auto,
-            f"would accumulate what does not fit at once, refused beside {key}: set it to a number (overcoat estimate "
-            "knows the largest)",
+            f"would accumulate what does not fit at once, which {'is not estimated' if train.stream else 'is refused'} "
+            f"beside {key}: set it to a number (overcoat estimate knows the largest)",
         ),
         (
             "data.sequence_length",

@@ -102,7 +102,7 @@ def test_the_largest_model_is_named(capsys, monkeypatch):
         (["--host-memory", "64GB"], "--host-memory goes with --stream"),
         (["--stream", "--gpus", "5"], "5 GPUs cannot share the 768 rows of"),
         (["--stream", "--gpus", "4", "--nodes", "2", "--hybrid"], "so not with --hybrid"),
-        (["--stream", "--accumulation", "2"], "stream cannot accumulate 2"),
+        (["--stream", "--accumulation", "2"], "stream is not estimated with accumulation 2"),
         (["--resident", "2"], "resident 2 is for stream alone"),
         (["--stream", "--resident", "12"], "from 0 to 11"),
         (["--stream", "--recipe", "bf16"], "no weight can be streamed"),
