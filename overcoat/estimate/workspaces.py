@@ -30,7 +30,7 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
 
     Experts' weights that are transposed are copied. The fused backward of attention (cuDNN's and FlashAttention's) adds
     up dq in FP32 and keeps sum(do * o) per query. With grouped-query heads it holds dk and dv of every query head
-    before it adds them up. Both as measured on an H200 with cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With
+    before it adds them up. Both as measured on an H200 with cuDNN, to 1 MiB (benchmarks/results/memory.jsonl). With
     a mask there is an additive copy of it; the memory-efficient kernel, which runs where cuDNN takes none, repeats k
     and v. Packed sequences leave rows of dq between documents.
     """

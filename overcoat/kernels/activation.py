@@ -495,7 +495,7 @@ def activation_backward(
     dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Optional[Tensor], amax: Optional[Tensor], fmt: Optional[str],
     has_bias: bool, activation: str, code: str, group_size: int,
 ) -> List[Tensor]:  # fmt: skip
-    """dz, in FP8 in both layouts or in 16 bits, and h.
+    """Return dz, in FP8 in both layouts or in 16 bits, and h.
 
     Args:
         dh: (T, I), gradient of h; codes, group_amax: as saved.

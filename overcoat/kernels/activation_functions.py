@@ -36,8 +36,9 @@ def _silu(x):
 
 
 # GELU is x phi(x), phi = 1 / (1 + 2^(x Q(x^2))). With erf, phi is the normal distribution function: Q was fitted to
-# log2((1 - phi) / phi), an odd function, so that x phi has an error below 2.3e-8 * max(|x|, 1). The fit ends at
-# |x| = 6, where |x Q| > 35; beyond, its last term dominates. phi' = DENSITY exp(-x^2 / 2) = DENSITY 2^(EXPONENT x^2).
+# log2((1 - phi) / phi), an odd function, so that x phi has, before FP32 rounds it, an error below 2.3e-8 * max(|x|, 1).
+# The fit ends at |x| = 6, where |x Q| > 35; beyond, its last term dominates.
+# phi' = DENSITY exp(-x^2 / 2) = DENSITY 2^(EXPONENT x^2).
 ERF = (-2.30221035, -0.10483218, 9.15865433e-5, 1.60439087e-4, -1.15779184e-5, 3.91635193e-7, -5.32833737e-9)
 EXPONENT = -LOG2E / 2
 DENSITY = 1 / math.sqrt(2 * math.pi)
@@ -108,7 +109,7 @@ def _relu2(x):
 
 
 def relu(x: Tensor) -> Tuple[Tensor, Tensor]:
-    """max(x, 0); what is not a number stays none, in the slope too."""
+    """Return max(x, 0) and its derivative; NaN stays NaN in both."""
     return x.clamp(min=0.0), torch.where(x.isnan(), x, (x > 0).to(x.dtype))
 
 

@@ -93,10 +93,10 @@ def eager() -> AbstractContextManager[None]:
 
 
 def begin_pass() -> None:
-    """To be called before each forward pass of a training with graphs, when no backward is pending any more.
+    """Allow CUDA graphs to overwrite what earlier passes left in their memory.
 
-    What earlier passes left in the graphs' memory may be overwritten from now on. PyTorch would guess the moment, from
-    the backward before, which a pass that ran out of memory has never come to.
+    Call it before each forward pass, when no backward is pending. PyTorch by itself would take the end of the last
+    backward for this moment, and a pass that ran out of memory has none.
     """
     torch.compiler.cudagraph_mark_step_begin()
 

@@ -70,8 +70,8 @@ def convert(
     `output_logits=True`, without labels and in `eval()` it returns them as ever (`models/head.py`).
 
     Args:
-        model: any module that contains decoder layers of a supported family (docs/models.md).
-            Parameters are shared, names unchanged. Converting again changes the recipe.
+        model: any module that contains layers of transformers, of whatever class (docs/models.md), or torchtitan's
+            Llama 3. Parameters are shared, names unchanged. Converting again changes the recipe.
         recipe: all numerical choices; `Recipe()` if None.
         filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer, or lm_head, alone.
         strict: an error instead of a warning if no layer can train in FP8.
@@ -81,8 +81,9 @@ def convert(
         a `Report`: how each decoder layer and the head will run, or why it was left alone.
 
     Raises:
-        ValueError: the model lies on a GPU without FP8 tensor cores (or without products of block scales, if the
-            recipe wants them), or contains no decoder layer, or with `strict` none that trains in FP8;
+        TypeError: model is no module, or recipe no `Recipe`.
+        ValueError: the model lies on a GPU without FP8 tensor cores (or without block-scaled GEMMs, if the recipe
+            asks for them), or contains no decoder layer, or with `strict` none that trains in FP8;
             `Recipe.z_loss` without a head that can have it; `Recipe.frozen_weights` is "fp8", and no weight is frozen.
     """
     if not isinstance(model, nn.Module):
@@ -389,7 +390,7 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
 
 
 def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
-    """No key/value cache while layers compute in FP8, by a hook on whoever owns the converted layers and calls them."""
+    """Turn the key/value cache off while layers compute in FP8, by a hook on the module that calls them."""
     known = {row.name: family_of(model.get_submodule(row.name)) for row in report.layers}
     decoders = [row for row in report.layers if not ((f := known[row.name]) and f.encoder and not f.proposed)]
     owners = {_owner(model, row.name): False for row in decoders}

@@ -124,12 +124,12 @@ def _llava(model: Any, batch: int, sequence: int, _side: int) -> dict[str, Tenso
 
 
 def _qwen3_vl(model: Any, batch: int, sequence: int, side: int) -> dict[str, Tensor]:
-    """With what the model would find out from the images' sizes, so that the host need not wait for it."""
+    """Return the inputs, and what the model would compute from the images' sizes with a host sync."""
     config, device = model.config, model.device
     vision = config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
     if side % unit:
-        raise ValueError(f"an image of {side} pixels a side is none: Qwen3-VL takes multiples of {unit}")
+        raise ValueError(f"image side {side} must be a multiple of {unit} for Qwen3-VL")
     across = side // vision.patch_size
     grid = torch.tensor([[1, across, across]] * batch)
     given = {"image_grid_thw": grid}

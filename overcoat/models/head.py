@@ -250,8 +250,11 @@ def shifted(labels: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
 
 @contextlib.contextmanager
 def _lean(model: Any, loss: Callable[..., Tensor], labels: Tensor) -> Iterator[Callable[..., Tensor]]:
-    """Inside, lm_head returns `loss` of what it gets, and the final norm is one op. Gives what finds this loss again,
-    given what the model made of it."""
+    """Make lm_head return `loss` of its input inside, and the final norm run as one op.
+
+    Yields the stand-in for the model's loss function. What it is given as logits is that loss, multiplied or capped by
+    the model; it returns the loss as it was.
+    """
     head, norm, own = model.get_submodule(model.overcoat_spec.head), _final_norm(model), model.loss_function
     is_set = hasattr(model, "_loss_function")  # else transformers looks it up for each call
     backbone = _backbone(model)
@@ -286,7 +289,7 @@ def _lean(model: Any, loss: Callable[..., Tensor], labels: Tensor) -> Iterator[C
 
 
 def _backbone(model: Any) -> Any:
-    """The layers' owner; what it was wrapped in since (torch.compile, checkpoints) has no attributes of ours."""
+    """Return the layers' owner; what wraps it since (torch.compile, checkpoints) has no attributes of ours."""
     backbone = model.get_submodule(model.overcoat_spec.text)
     if "overcoat_is_lean" in vars(backbone):
         return backbone
@@ -298,7 +301,7 @@ def _final_norm(model: Any) -> Any:
 
 
 def _warn_without_z_loss(backbone: Any, _inputs: Any) -> None:
-    """A trainer with a loss of its own runs the layers without the model's `forward`, or asks that for logits."""
+    """Warn if a trainer with a loss of its own runs the layers: without the model's `forward`, or for its logits."""
     if backbone.training and backbone.overcoat_z_loss and not backbone.overcoat_is_lean and torch.is_grad_enabled():
         warnings.warn(
             f"Recipe.z_loss = {backbone.overcoat_z_loss} is not in this loss, which is not the converted model's own "

@@ -48,13 +48,13 @@ def places(mask: Tensor, count: int) -> Tensor:
 
 
 def put(embeds: Tensor, mask: Tensor, features: Tensor) -> Tensor:
-    """embeds (B, S, H) with features (..., H) instead of the tokens of a mask (B, S, 1), in order."""
+    """Return embeds (B, S, H) with features (..., H) in place of the tokens of a mask (B, S, 1), in order."""
     rows = features.reshape(-1, embeds.shape[-1])
     return embeds.flatten(0, -2).index_copy(0, places(mask, len(rows)), rows).view_as(embeds)
 
 
 def add(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
-    """hidden (B, S, H) with features (N, H) added to the tokens of a mask (B, S), in order."""
+    """Return hidden (B, S, H) with features (N, H) added to the tokens of a mask (B, S), in order."""
     features = features.to(hidden.device, hidden.dtype)
     rows = places(mask.to(hidden.device), len(features))
     return hidden.flatten(0, -2).index_add(0, rows, features).view_as(hidden)
@@ -123,8 +123,9 @@ def longest(tower: Any, grid: Tensor) -> dict[str, int]:
 
 
 def tell_longest(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before a tower's forward: by it layers know images of one length (`Fp8DecoderLayer`). Only where nobody waits who
-    would not anyway: for positions, transformers reads a grid on the host."""
+    """Add the longest image and window to a tower's arguments, before its forward: from them layers see that all images
+    have one length (`Fp8DecoderLayer`). A grid on a GPU is read only where transformers itself reads it on the host, to
+    make the positions."""
     grid = kwargs.get("grid_thw")
     if grid is None or "max_seqlen" in kwargs or not (grid.is_cpu or (grid.is_cuda and "position_ids" not in kwargs)):
         return args, kwargs

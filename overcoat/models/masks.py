@@ -106,7 +106,7 @@ def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool, window
 
 
 def mask_of_original(layer: nn.Module, starts: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
-    """For a layer's original forward, where `causal_mask` gave a mask that only converted layers read."""
+    """Return the mask of a layer's original forward, in place of `causal_mask`'s, which converted layers alone read."""
     parts: list[Any] = list(layer.modules())
     if any(reads_lengths(part.config) for part in parts if hasattr(part, "config")):
         return None
@@ -123,7 +123,7 @@ def as_starts(mask: Any) -> Optional[Tensor]:
 
 
 def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
-    """The mask a layer received, as attention takes it; ValueError for kinds that only other attention code reads."""
+    """Return the mask a layer received, as attention takes it; ValueError if only other attention code reads it."""
     if mask is None:
         return None
     starts = as_starts(mask)
@@ -146,7 +146,7 @@ def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
 
 
 def cache_of(arguments: dict[str, Any]) -> Any:
-    """The key/value cache among named arguments, or None: the name since transformers 5.24, that before, GPT-2's."""
+    """Return the key/value cache among named arguments, or None: transformers 5.24's name, that before, GPT-2's."""
     return arguments.get("cache", arguments.get("past_key_values", arguments.get("layer_past")))
 
 

@@ -57,7 +57,7 @@ class Proposed(NamedTuple):
 
 
 class MissError(Exception):
-    """Nothing agrees; says what came nearest."""
+    """Raised if no candidate agrees; the message says which came nearest."""
 
 
 _found: dict[Any, Proposed] = {}

@@ -47,8 +47,8 @@ class Multiplier:
 
 
 class End(NamedTuple):
-    """Places of a causal model's parts, and its family, for what logits are multiplied by; or the reason why these are
-    not known."""
+    """A causal model's end: where its parts are (spec) and what its logits are multiplied by (family); or the reason
+    why these are not known."""
 
     spec: Optional[ModelSpec] = None
     family: Optional[Family] = None

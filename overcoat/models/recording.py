@@ -47,10 +47,10 @@ class Recorded:
         self._seen: list[Any] = []
 
     def enter(self, layer: Optional[nn.Module]) -> None:
-        """The layer whose forward begins; None where it ends."""
+        """Take the layer whose forward begins; None where it ends."""
 
     def note(self, lse: Tensor) -> None:
-        """The running layer's log-sum-exp."""
+        """Take the running layer's log-sum-exp."""
 
 
 class Scores(Recorded):
@@ -67,7 +67,7 @@ class Scores(Recorded):
 
     @property
     def by_layer(self) -> dict[str, float]:
-        """Over all forward passes, by the layer's name; NaN if one was. Empty if none ran in `train()` mode."""
+        """Return the maximum over all forward passes by the layer's name, NaN if one was; {} if none trained."""
         found: dict[str, float] = {}
         values = torch.stack([value for _, value in self._seen]).tolist() if self._seen else []
         for (name, _), value in zip(self._seen, values, strict=True):
@@ -76,7 +76,7 @@ class Scores(Recorded):
 
     @property
     def largest(self) -> tuple[str, float]:
-        """The layer with the largest one, and that, NaN before all; ("", -inf) if none ran."""
+        """Return the layer with the largest log-sum-exp, and that; NaN counts as largest; ("", -inf) if none ran."""
         return max(self.by_layer.items(), key=lambda item: _by_size(item[1]), default=("", -math.inf))
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Ranges(Recorded):
                 self._weights[id(weight)] = (name, path.removesuffix(".weight").rpartition(".")[2])
 
     def saw(self, kind: str, weights: tuple[Any, ...], codes: Tensor, scale: Tensor) -> None:
-        """An operand of the product with these weights."""
+        """Record an operand of the GEMM with these weights; kind: "input", "weight" or "gradient"."""
         known = [self._weights[id(weight)] for weight in weights if id(weight) in self._weights]
         if known:
             counts = torch.zeros(3, dtype=torch.int64, device=codes.device)
@@ -125,7 +125,7 @@ class Ranges(Recorded):
 
     @property
     def by_layer(self) -> dict[str, dict[str, dict[str, Range]]]:
-        """By layer, names of the stacked linear layers, and operand: "input", "weight", "gradient"."""
+        """Return ranges by layer, names of the stacked linear layers, and operand: "input", "weight", "gradient"."""
         found: dict[str, dict[str, dict[str, Range]]] = {}
         values = torch.stack([each[-1] for each in self._seen]).tolist() if self._seen else []
         for (layer, product, kind, columns, _), (top, zero, rows, limit) in zip(self._seen, values, strict=True):

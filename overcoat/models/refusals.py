@@ -55,7 +55,7 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
 
 
 def why_partitioned(module: nn.Module) -> Optional[str]:
-    """Weights that ZeRO-3 has taken away, as `deepspeed.zero.Init` does before its engine hooks the modules."""
+    """Return why a module's weights cannot be read: ZeRO-3 (`deepspeed.zero.Init`) has partitioned them; else None."""
     taken = (name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id"))
     name = next(taken, None)
     return name and f"{name} is partitioned by ZeRO-3: only the model's own code gathers it"

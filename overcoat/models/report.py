@@ -66,7 +66,7 @@ class Report:
         return {**vars(self), "_modules": {}}
 
     def watch(self, name: str, module: nn.Module, model: nn.Module) -> None:
-        """`running` is to tell of this converted module of a model, without keeping it alive."""
+        """Include a converted module of a model in `running`, without keeping it alive."""
         self._modules[name] = weakref.ref(module), weakref.ref(model)
 
     def running(self) -> dict[str, str]:
