@@ -135,7 +135,7 @@ def _order_rows(model: Any) -> None:
                 stack_weights_of(branch.in_proj)
 
 
-def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
+def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> DryRun:
     """Run forward and backward of one micro-batch, the last of its step."""
     meter = Meter(not setup.document_mask, work := Work())
     parameters = list(of.model.parameters())

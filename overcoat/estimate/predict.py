@@ -132,7 +132,7 @@ class Predictor:
         """
         setup = setup or Setup()
         model, run = self._run(batch, sequence, setup, gpus)
-        matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
+        matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup)
         lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers), model.held)
         host += stream_host_bytes(layers, gpus)
         lasting["offload buffers"] += stream_buffers(layers, gpus, setup.torch_reduce_dtype)
@@ -168,7 +168,7 @@ class Predictor:
         gpus = cluster.sharding
         model, run = self._run(batch, sequence, setup, gpus)
         run.work.check_load(expert_load)
-        matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup, gpus)
+        matrices, layers = model.matrices if setup.optimizer == MUON else (), self._streamed(model, setup)
         lasting, host = self._lasting(model.parameters, matrices, setup, gpus, weights_of(layers), model.held)
         trained = sum(part_bytes(each, gpus) for each in model.parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
@@ -185,7 +185,7 @@ class Predictor:
         sizes = Sizes(weights, model.gathered, int(weights * wider), trained, states, host, run.host, work, crossing)
         return step_times(run.work, sizes, setup.accumulation, setup.releases, cluster, expert_load)
 
-    def _streamed(self, model: Trained, setup: Setup, gpus: int) -> tuple[Layer, ...]:
+    def _streamed(self, model: Trained, setup: Setup) -> tuple[Layer, ...]:
         """Return the layers that are streamed; ValueError: none can be."""
         if not setup.stream:
             return ()
@@ -210,14 +210,15 @@ class Predictor:
         if setup.is_sharded(gpus) and sees(self.config):
             many = f"gpus {gpus}" if gpus > 1 else "replicated"
             raise ValueError(f"{many}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1")
-        alone, work = setup.of_model(), (batch, sequence, setup.without_optimizer(), gpus)
+        alone, bare = setup.of_model(), setup.without_optimizer()
+        work = (batch, sequence, bare, gpus)
         with _ALONE:
             if (alone, gpus) not in self._models:
                 self._models[alone, gpus] = trained_model(self.config, alone, gpus)
             trained = self._models[alone, gpus]
             try:
                 if work not in self._runs:
-                    self._runs[work] = dry_run(trained, *work, self.loss_of)
+                    self._runs[work] = dry_run(trained, batch, sequence, bare, self.loss_of)
             except BaseException:
                 del self._models[alone, gpus]  # FSDP2 has stopped amid a step
                 raise

@@ -16,7 +16,6 @@ from overcoat.formats.float8 import (
     cast_float8,
     decode_float8,
     dequantize_blocks,
-    dequantize_tensor,
     quantize_blocks,
     quantize_tensor,
     scale_blocks,

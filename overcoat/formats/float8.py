@@ -91,11 +91,6 @@ def quantize_tensor(x: Tensor, fmt: Float8 = E4M3, amax: Tensor | None = None) -
     return Quantized(cast_float8(x.float() * (1.0 / scale), fmt), scale)
 
 
-def dequantize_tensor(q: Quantized) -> Tensor:
-    """Decode `quantize_tensor`: data * scale, FP32."""
-    return decode_float8(q.data) * q.scale
-
-
 def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Quantized:
     """Quantize a matrix (R, C) with one scale for each block of `block` = (rows, columns); ragged edges are allowed.
 

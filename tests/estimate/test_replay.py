@@ -51,7 +51,7 @@ def test_nothing_changes(kind, setup, monkeypatch):
     monkeypatch.setattr(run, "block_forward", lambda *args: ran.append(len(args)) or function(*args))
 
     def runs():
-        return dry_run(model, 2, 100, chosen, gpus)
+        return dry_run(model, 2, 100, chosen)
 
     with monkeypatch.context() as without:
         module = importlib.import_module("overcoat.estimate.dry_run")
@@ -132,7 +132,7 @@ def test_weights_in_8_and_in_16_bits_are_not_alike(order, monkeypatch):
     ways = {4: Setup(all_gather="fp8"), 1: Setup(all_gather="fp8", replicated=True)}
 
     def works(gpus):
-        return {each: dry_run(trained_model(config, ways[each], each), 2, 60, ways[each], each).work for each in gpus}
+        return {each: dry_run(trained_model(config, ways[each], each), 2, 60, ways[each]).work for each in gpus}
 
     with monkeypatch.context() as without:
         module = importlib.import_module("overcoat.estimate.dry_run")
