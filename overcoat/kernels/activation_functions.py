@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels import hardware
+from overcoat.kernels.device import LOG2E as _LOG2E
 from overcoat.kernels.device import larger
+from overcoat.kernels.hardware import LOG2E
 from overcoat.kernels.instructions import exp2, fma, reciprocal
 from overcoat.kernels.language import tl, triton
-
-LOG2E = math.log2(math.e)
-_LOG2E = tl.constexpr(LOG2E)
 
 
 def silu(x: Tensor) -> Tuple[Tensor, Tensor]:

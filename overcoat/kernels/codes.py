@@ -12,12 +12,12 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from overcoat.formats import group_code
+from overcoat import formats
 from overcoat.kernels.device import max_magnitude, to_float8
 from overcoat.kernels.instructions import reciprocal, sqrt, to_float32
 from overcoat.kernels.language import tl, triton
 
-AMAX_FLOOR = tl.constexpr(2.0**-100)
+AMAX_FLOOR = tl.constexpr(formats.AMAX_FLOOR)
 # Adding 1.5 * 2^23 to |x| < 2^22 rounds x to an integer (half to even), which is then the low bits of the sum.
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
 SIGN = tl.constexpr(-(2**31))
@@ -30,7 +30,7 @@ CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}
 
 def empty_codes(x: Tensor, groups: Sequence[int], code: str) -> tuple[Tensor, Tensor]:
     """Allocate codes in x's shape, and BF16 maxima of shape `groups`."""
-    return x.new_empty(*x.shape, dtype=group_code(code).dtype), x.new_empty(*groups, dtype=torch.bfloat16)
+    return x.new_empty(*x.shape, dtype=formats.group_code(code).dtype), x.new_empty(*groups, dtype=torch.bfloat16)
 
 
 @triton.jit

@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from overcoat.formats import FLOAT8
+from overcoat.formats import FLOAT8, float8
+from overcoat.kernels import hardware
 from overcoat.kernels.language import INTERPRETED, tl, triton
 
-SCALE_FLOOR = tl.constexpr(2.0**-126)
-LOG2E = tl.constexpr(1.4426950408889634)
+SCALE_FLOOR = tl.constexpr(float8.SCALE_FLOOR)
+LOG2E = tl.constexpr(hardware.LOG2E)
 
 # Triton's types of the FP8 formats.
 TRITON_FLOAT8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}

@@ -16,33 +16,30 @@ Legend: T tokens, C = num_q * D columns, N = T * C.
 
 from __future__ import annotations
 
-import math
 from typing import Tuple
 
 import torch
 from torch import Tensor
 
 from overcoat.kernels import hardware, quantize
-from overcoat.kernels.device import EXACT, max_magnitude
-from overcoat.kernels.device import LOG2E as _LOG2E
+from overcoat.kernels.device import EXACT, LOG2E, max_magnitude
 from overcoat.kernels.instructions import exp2, reciprocal
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import load_inside, raise_amax
 
-LOG2E = math.log2(math.e)
 # Elements of a program.
 TILE = 2048
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    return hardware.reciprocal(1.0 + hardware.exp2(x * -LOG2E))
+    return hardware.reciprocal(1.0 + hardware.exp2(x * -hardware.LOG2E))
 
 
 @triton.jit
 def _sigmoid_of(x):
-    return reciprocal(1.0 + exp2(x * -_LOG2E))
+    return reciprocal(1.0 + exp2(x * -LOG2E))
 
 
 @op

@@ -17,6 +17,7 @@ a stored code may differ in a near tie. `fma` goes through FP64 on a CPU, which 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable
 
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor
 from overcoat.kernels import instructions
 from overcoat.kernels.language import triton
 from overcoat.kernels.op import Op, op
+
+LOG2E = math.log2(math.e)  # exp(x) = exp2(x * LOG2E)
 
 
 def _elementwise(exact: Callable[[Tensor], Tensor], instruction: Any) -> Op:
