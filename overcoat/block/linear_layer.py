@@ -42,8 +42,8 @@ class Operand(NamedTuple):
 class SharedInput:
     """The operand of the tensor that was quantized last, for other layers that read the same one.
 
-    A tensor is the same if it is the same object and nobody has changed it in place since. Compiled code has no
-    objects: there each layer quantizes, and the compiler merges what is equal.
+    A tensor is the same if it is the same object at the same version (no write in place since). Compiled code has no
+    objects: there each layer quantizes, and the compiler merges equal work.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class SharedInput:
 
     def operand(self, x: Tensor, recipe: Recipe, for_wgrad: bool) -> Operand:
         """Return x (..., K) as operand of (T, K); for_wgrad: a weight wants a gradient."""
-        if torch.compiler.is_compiling() or x.is_inference():  # whose changes nobody counts
+        if torch.compiler.is_compiling() or x.is_inference():  # no version counter
             return _quantized(x, recipe, for_wgrad)
         if self._last is not None:
             source, version, of, operand = self._last

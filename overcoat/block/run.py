@@ -192,9 +192,9 @@ def _scales(saved: Sequence[Any], block: Block) -> list[ForwardScales]:
     for branch in reversed(block.branches):
         if branch.post is not None:
             rest.pop()
-        qk_norm, out_proj = branch.mixer.scales(rest)
+        activation, out_proj = branch.mixer.scales(rest)
         del rest[-len(branch.mixer.saved) :]
-        found.append(ForwardScales(rest.pop().w_amax, qk_norm, out_proj))
+        found.append(ForwardScales(rest.pop().w_amax, activation, out_proj))
     return found[::-1]
 
 

@@ -2,7 +2,7 @@
 
 Pairs of a token and an expert lie in *slots*, sorted by expert. An expert's slots fill whole tiles of `rows` slots, so
 that a tile has one expert and a sum over an expert's slots is a sum over tiles; slots that are left over hold zeros.
-How many slots an expert has, only the device knows (`route`): no op waits for it.
+The number of slots of an expert is known on the device alone (`route`): no op reads it on the host.
 
     grouped_gemm     out[s] = a[row of s] . b[expert of s]^T          forward and dgrad; rows of a are gathered here
     grouped_wgrad    out[e] = sum over the slots s of e of a[:, s] b[:, s]^T

@@ -25,7 +25,7 @@ MAX_ENTRIES = 4096
 
 
 class Blocks(TensorDescriptor):
-    """A tensor to be read in blocks by the copy engine: to `Kernel` a tensor, whose dtype tells its blocks, too."""
+    """A tensor that the copy engine (TMA) reads in blocks; to `Kernel` a tensor whose dtype includes the block."""
 
     __hash__ = object.__hash__
 

@@ -43,7 +43,7 @@ from overcoat.recipe import Recipe
 
 IN_EVAL = "this layer trains in its original precision, in eval(): call train(), or use torch.no_grad() to evaluate"
 
-# What transformers hands on to every layer, and attention or nobody reads.
+# Arguments that transformers passes to every layer, read by attention or not at all.
 ARGUMENTS = (
     "attention_mask",
     "position_ids",
@@ -182,12 +182,12 @@ def activation_of(name: str) -> str:
 
 
 def norm_eps(norm: Any) -> float:
-    """OLMo's norm has none of its own."""
+    """Return a norm's eps; 1e-5 for one without (OLMo's)."""
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-5)))
 
 
 def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block:
-    """A layer's parameters, as `run_block` takes them, of the branches that have a mixer."""
+    """Return a layer's branches that have a mixer as the `Block` of parameters that `run_block` takes."""
     branches = tuple([modules for modules in branches if modules.mixer is not None])
     made = [_branch(modules, family) for modules in branches]
     for place, (_, _, _, _, pre, *_) in enumerate(made[1:], 1):

@@ -1,15 +1,16 @@
 """The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
 
 The models end alike: final norm, `lm_head` (a linear layer, perhaps tied to the embedding), perhaps a soft cap,
-`ForCausalLMLoss` on shifted labels; where these lie says family.py. The model, its lm_head and its final norm get
+`ForCausalLMLoss` on shifted labels; family.py says where these are. The model, its lm_head and its final norm get
 subclasses of their own classes, as the layers do (convert.py), with the same parameters and names:
 
-    LossHead         lm_head(hidden) gives logits as ever; where it was told the labels, their loss, in chunks
-                     (block/loss.py). The call goes through the module, so that FSDP2 may wrap lm_head by itself.
-    LeanLossModel    forward(labels=...) tells it in `train()` mode, and runs the model's own forward, whose loss
-                     function then returns what came from lm_head. The result has no `logits` (output.py).
-    FinalNorm        RMSNorm as one op while it does; else its original forward, so that logits are what they were, bit
-                     for bit. LayerNorm needs nothing, PyTorch's is fused.
+    LeanLossModel    forward(labels=...) in `train()` mode gives the labels to lm_head and runs the model's own forward,
+                     whose loss function then returns the loss that lm_head made. The result has no `logits`
+                     (output.py).
+    LossHead         lm_head(hidden) returns logits, or the loss in chunks (block/loss.py) if it was given labels. The
+                     call goes through the module, so that FSDP2 may wrap lm_head by itself.
+    FinalNorm        RMSNorm as one op in these forwards; else its original forward, so that logits are what they were,
+                     bit for bit. LayerNorm needs nothing: PyTorch's is fused.
 
 `Recipe.z_loss` is added to that loss in `train()` mode, nowhere else: in `eval()` the loss is the cross-entropy.
 

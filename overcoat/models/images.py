@@ -1,14 +1,14 @@
-"""Image features among a text's tokens, without a host sync.
+"""Put image features among a text's tokens without a host sync.
 
-transformers puts them there by a mask of the image tokens: `masked_scatter`, whose backward must know how many elements
-a mask has, and a check of their number. Each is a wait in the middle of a step: the GPU runs dry, and then works no
-faster than the host can queue the vision tower's small layers, forward and backward. But the number is known, it is
-that of the features. So their places among the tokens have a shape, and everything is indexing by them.
+transformers uses a mask of the image tokens: `masked_scatter`, whose backward needs the number of true elements, and a
+check of that number. Each is a host sync in the middle of a step: the GPU runs out of work, and then works no faster
+than the host can queue the vision tower's small layers. But the number is known: it is that of the features. So the
+places of the image tokens have a known shape, and all is done by indexing.
 
-transformers' own check, which waits, stays for a model's first pass. In later ones a number that does not fit is an
-assertion on the GPU. Under torch.compile of the whole model everything stays transformers'.
+transformers' own check, with its sync, stays for a model's first pass. In later ones a wrong number is an assertion on
+the GPU. Under torch.compile of the whole model everything stays transformers'.
 
-The convolution over an image's patches is their product with its weights where each comes alone, as Qwen-VL's do; in
+The convolution over an image's patches becomes one GEMM if its input holds each patch by itself, as Qwen-VL's does: in
 three dimensions cuDNN has no fast kernel for it (of Qwen3-VL-8B, two images: 2.2 of a step's 326 ms).
 """
 

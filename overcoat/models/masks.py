@@ -1,18 +1,20 @@
-"""Masks of transformers' kinds of attention, as Overcoat's attention takes them, and masks that only converted layers
-read: "plainly causal", which makes nobody wait, and packed documents.
+"""Attention masks of transformers as Overcoat's attention takes them, and two internal marks in the place of a mask.
 
-sdpa and eager give the layer a mask of all pairs, flex attention a BlockMask; kinds of flash attention give lengths,
-padding or position ids.
+sdpa and eager give a layer a mask of all pairs, flex attention a BlockMask; kinds of flash attention give lengths,
+padding or position ids. Two marks that only converted layers read avoid work and host syncs:
 
-Without a mask transformers looks into the position ids for packed documents, and the host waits for the answer, also
-where the model has made these ids itself a moment before. It is the one wait in a step: until then the GPU has worked
-off all that was queued, and afterwards it idles while the host queues the first layers, 2 ms of a 7B's 400. A mask of
-four dimensions passes transformers' mask code as it is; so one without elements goes in, and converted layers take it
-for none. Where position ids are given, layers that train get where documents begin instead of a mask of S x S: the
-`starts` of `kernels/attention.py`, as int32 (1, 1, N + 1, 1), which no other mask looks like. To find them is one wait,
-since how many there are is a shape, and one more in transformers where they are too many; there is none where the
-caller knows them, and says so by transformers' name for them, `cu_seq_lens_q`. With either a layer adds its own sliding
-window, by FlashAttention: 2048 x 2048 pairs of 4 rows with heads 256 wide cost the masked kernels 4.7 to 18 ms a layer.
+    causal              a mask without elements: every token sees all before it (`nothing_hidden`)
+    packed documents    where documents begin, int32 (1, 1, N + 1, 1), which no other mask looks like: the `starts` of
+                        kernels/attention.py, instead of a mask of S x S
+
+Why. Without a mask transformers looks for packed documents in the position ids, a host sync, even where the model has
+just made these ids itself. It is the only sync of a step: the GPU runs out of queued work, and idles while the host
+queues the first layers, 2 ms of a 7B's 400. transformers passes masks of four dimensions on as they are, so the mark
+avoids that. Finding the documents costs one sync, since their number is a shape, and one more in transformers if they
+are too many for the mark; none if the caller gives them, as `cu_seq_lens_q`.
+
+With either mark a layer adds its own sliding window, by FlashAttention: a mask of 2048 x 2048 pairs, 4 rows and heads
+256 wide would cost 4.7 to 18 ms a layer.
 """
 
 from __future__ import annotations
@@ -151,15 +153,15 @@ def cache_of(arguments: dict[str, Any]) -> Any:
 
 
 def nothing_hidden(device: torch.device) -> Tensor:
-    """The mask of a row whose tokens see all before them, or those in a layer's window."""
+    """Return the mark of rows whose tokens see all before them, or those in a layer's window: bool (1, 1, 0, 0)."""
     return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=device)
 
 
 def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
-    """The `attention_mask` to call a causal model's `model` with: `inputs`' own, or one of this module's.
+    """Return the `attention_mask` for a causal model's `model`: `inputs`' own, or one of this module's marks.
 
-    The latter where every token sees all before it, in its row or its document and a layer's own window (`window_of`),
-    and every layer knows such masks.
+    A mark if every token sees all before it, in its row or its document and a layer's own window (`window_of`), and
+    every layer was verified with such marks.
 
     Raises:
         ValueError: `cu_seq_lens_q` that cannot be where documents begin, or without position_ids that restart there.

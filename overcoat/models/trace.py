@@ -1,7 +1,7 @@
 """A layer's own forward, once, in FP32 on random weights: what each of its modules read and made.
 
-`traced` catches the arguments from the model's own call. The rest of the file tells about the calls what propose.py and
-propose_mixer.py ask.
+`traced` catches the arguments from the model's own call. The other functions answer questions of propose.py and
+propose_mixer.py about the recorded calls.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ class Stream(GradientRelease):
     def _fetch(self, layer: Layer, wide: bool = False) -> None:
         """Begin to copy a layer's codes, or `wide` its weights, to its slot, unless they are there.
 
-        The copy waits for all that has been launched so far: whoever has read the slot's last layer.
+        The copy waits for all that has been launched so far, which may read the slot's last layer.
         """
         place = layer.number % SLOTS
         if not wide:
