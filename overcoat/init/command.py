@@ -5,10 +5,10 @@
     overcoat init small.toml --model smollm2-135m --from-scratch --data 'texts/*.txt'
 
 Asks for missing options on a terminal. The estimate chooses the rows of a forward pass and, if not even one row fits,
-block checkpoints (recipe "leanest"), then moments in host memory. Small data to fine-tune on are passed over three
-times (train.epochs), unless --steps or --epochs say how often. No weights are read. Images that conversations name
-are looked for beside the data and in the folders there. The chat template and the first rows are tried as in training;
-if they would be refused, the file is still written, the output says why, and the exit status is 2.
+block checkpoints (recipe "leanest"), then optimizer states in host memory. Small data to fine-tune on are passed over
+three times (train.epochs), unless --steps or --epochs say how often. No weights are read. Images that conversations
+name are looked for beside the data and in the folders there. The chat template and the first rows are tried as in
+training; if they would be refused, the file is still written, the output says why, and the exit status is 2.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class OptimizerConfig:
     moments: str | list[str] = option("8bit", 'format of the moments: "8bit", "fp8", "bf16", "fp32", or a pair')
     master: str = option("auto", 'master weights of BF16 weights: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
     group_size: int = option(128, "elements that share one scale in the moments")
-    offload: bool = option(False, "keep the moments in host memory and stream them through the GPU: same steps, slower")
+    offload: bool = option(False, "moments and remainders in host memory, copied through the GPU: same steps, slower")
     release_gradients: bool = option(
         False, "step and free each gradient in the backward; needs clip=0, no accumulation"
     )
