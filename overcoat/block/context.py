@@ -11,7 +11,7 @@ Given this o and lse, the backward of each call yields summands of dq, dk and dv
 k and v are gathered, not passed around a ring: one collective a pass instead of C - 1, and one kernel call on long rows
 instead of C on short ones. While a layer computes, its k and v of all processes take 4 * S * num_kv * D bytes a row in
 16 bits: 0.5 GiB for 131,072 tokens and Llama-3's 8 heads of 128. Gradients of k and v are summed between processes in
-FP32. Each process saves only its own tokens for the backward, in 8 bits as usual.
+FP32. Each process saves only its own tokens for the backward, in 8 to 12 bits as usual.
 
 Legend: B rows, c tokens of a chunk, T = B * 2 c own tokens, S = 2 C c, D head width.
 """
