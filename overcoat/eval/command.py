@@ -43,7 +43,7 @@ from overcoat.train.tokenizer import load_tokenizer
 from overcoat.train.vocabulary import resize
 
 RECIPES = ("bf16", "default", "paper", "leanest")
-SETTINGS = {"dtype": "auto", "attn_implementation": "sdpa"}
+SETTINGS = {"dtype": "auto"}
 WINDOW = 2048  # tokens, if the model takes as many
 Result = dict[str, Any]
 

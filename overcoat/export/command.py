@@ -89,7 +89,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _read_back(folder: Path, device: torch.device, parsed: argparse.Namespace) -> Any:
     """Return the exported model in BF16; FP8 weights are decoded by transformers."""
-    settings: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    settings: dict[str, Any] = {"dtype": torch.bfloat16}
     if parsed.format == "fp8":
         decoded = load_extra("transformers", "hf", "--evaluate").FineGrainedFP8Config(dequantize=True)
         settings["quantization_config"] = decoded

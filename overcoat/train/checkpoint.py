@@ -260,7 +260,7 @@ def load_model(checkpoint: Path | str, device: torch.device | str = "cpu", trust
     """Return the model of a checkpoint, in the dtype it was saved in, with the tokens at which it stops."""
     config = load_pretrained("AutoConfig", "the model", str(checkpoint), trust_remote_code)
     with torch.device(device):
-        model = auto_class(type(config)).from_config(config, dtype=config.dtype, attn_implementation="sdpa")
+        model = auto_class(type(config)).from_config(config, dtype=config.dtype)
     read_model(Path(checkpoint), model)
     if (Path(checkpoint) / "generation_config.json").exists():
         model.generation_config = type(model.generation_config).from_pretrained(checkpoint)

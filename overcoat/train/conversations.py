@@ -42,7 +42,7 @@ def _example(data: DataConfig, row: dict[str, Any], where: str) -> dict[str, Any
         found[name] = as_text(value, place) if is_text else messages_of(value, place)
     learned = found[names[-1]]
     for number, message in enumerate(learned if isinstance(learned, list) else []):
-        for key in ("weight", "train"):  # by which other trainers leave a turn's tokens out
+        for key in ("weight", "train", "loss"):  # by which other trainers leave a turn's tokens out
             require(
                 message["role"] != "assistant" or message.get(key, 1) == 1,
                 f"{place}[{number}].{key} is {message.get(key)!r}: every turn of the assistant is trained on; "

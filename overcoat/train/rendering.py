@@ -89,7 +89,7 @@ class Marker:
             made["content"] = self._content(content, role, turn)
         elif content:
             made["content"] = [
-                {**part, "text": self._content(part["text"], role, turn)} if "text" in part else part
+                {**part, "text": self._content(part["text"], role, turn)} if "text" in part else self._part(part, turn)
                 for part in content
             ]
         if tools := message.get("tools"):  # which some data have in the system's message, and few templates read there
@@ -105,6 +105,22 @@ class Marker:
             elif calls:
                 made[key] = self._call(calls, turn)
         return made
+
+    def _part(self, part: dict[str, Any], turn: int) -> dict[str, Any]:
+        """Return a part without text of its own, such as a thought or a result, with one mark in each of its texts."""
+        mark = self._mark()
+
+        def marked(value: Any, key: str = "") -> Any:
+            if isinstance(value, dict):
+                return {name: marked(each, name) for name, each in value.items()}
+            if isinstance(value, list):
+                return [marked(each) for each in value]
+            return value + mark if isinstance(value, str) and key != "type" else value
+
+        if "image" in part["type"] or (found := marked(part)) == part:
+            return part
+        self.pieces.append(Piece(f"text of {part['type']!r} parts", json.dumps(part), mark, mark, 1, turn))
+        return found
 
     def _content(self, text: str, role: str, turn: int) -> str:
         """Return `text` with a mark; with <think> in it, a mark in each part before, inside and after."""

@@ -24,6 +24,7 @@ from overcoat.train.evaluate import perplexity, windows
 from overcoat.train.files import RECORD
 from overcoat.train.state import named_tensors
 from tests.eval.conftest import sentences, write_task
+from tests.models.zoo import make_model
 
 Capture = pytest.CaptureFixture[str]
 
@@ -119,6 +120,25 @@ def test_a_run_is_its_export_or_its_newest_checkpoint(
     older.rename(run / "export")
     (result,) = evaluated(capsys, run, "--text", text)
     assert (result["folder"], result["text"]) == (str(run / "export"), expected["text"])
+
+
+def test_a_model_without_sdpa_is_evaluated_and_exported(
+    text: Path, folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Gemma 2, whose scores are capped: transformers computes its attention by itself."""
+    model = make_model("gemma2", layers=2, vocab_size=300)
+    for place, weights in ((tmp_path / "whole", None), (tmp_path / "checkpoint", {})):
+        model.save_pretrained(place, state_dict=weights)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(place)
+    write_weights(tmp_path / "checkpoint", model)
+    found = evaluated(capsys, tmp_path / "whole", tmp_path / "checkpoint", "--text", text)
+    (figures,) = found[0]["text"].values()
+    tokenizer, (window, stride) = AutoTokenizer.from_pretrained(folder), (figures["window"], figures["stride"])
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()  # its rotary angles are FP32
+    expected = perplexity(read, tokenizer, documents_of("--text", str(text)), window, stride, 8)
+    assert [result["text"][str(text)]["perplexity"] for result in found] == [expected["perplexity"]] * 2
+    words = ["--output", tmp_path / "out", "--evaluate", text, "--device", "cpu"]
+    assert cli.main(["export", *map(str, (tmp_path / "whole", *words))]) == 0
 
 
 # ---- tasks ----------------------------------------------------------------------------------------------------------

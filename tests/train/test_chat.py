@@ -324,6 +324,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "[0].text holds a number"),
         ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].value holds a number, not text"),
         ({"messages": [USER, {**ANSWER, "weight": 0}, ANSWER]}, "'messages'[1].weight is 0: every turn"),
+        ({"messages": [USER, {**ANSWER, "loss": False}, ANSWER]}, "'messages'[1].loss is False: every turn"),
         ({"messages": [USER, {**ANSWER, "weight": "1"}]}, "'messages'[1].weight is '1': every turn"),
         (
             {"messages": [{**USER, "from": "human", "value": "Hi"}, ANSWER]},

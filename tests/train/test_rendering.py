@@ -86,6 +86,15 @@ def test_ordinary_rows_are_shown_by_every_template(template: str, tmp_path: Path
             ("qwen3", {"messages": [{"role": "system", "content": "s", "tools": tools}, ASK, ANSWER]}, "tools, such as")
             for tools in (TOOLS, json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS])
         ),
+        # Parts without text of their own, which loops over parts pass by.
+        *(
+            (template, {"messages": [ASK, {**ANSWER, "content": [part, {"type": "text", "text": "answer"}]}]}, what)
+            for template in ("gemma3", "glm4moe")
+            for part, what in (
+                ({"type": "thinking", "thinking": "because"}, "text of 'thinking' parts"),
+                ({"type": "tool_use", "name": "search", "input": {"query": ["boats"]}}, "text of 'tool_use'"),
+            )
+        ),
         # One call of two, and the text beside them.
         ("gptoss", {"messages": [ASK, {**ANSWER, "tool_calls": [CALL, CALL]}, *CALLS[2:]]}, "'assistant' turns"),
     ],
