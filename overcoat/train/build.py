@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -262,10 +263,22 @@ def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         )
     known = transformers.AutoConfig.for_model(model_type).to_dict().keys() | {"rope_theta"}
     for key in values.keys() - known:
+        if _shapes(model_type, values) not in (None, _shapes(model_type, values, key)):
+            continue  # read by the model's own code: Qwen3-MoE's head_dim
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean model.config.{near[0]}?" if near else ""
         raise ValueError(f"unknown key model.config.{key} for a {model_type} model{hint}")
     return model_type, values
+
+
+def _shapes(model_type: str, values: dict[str, Any], without: str = "") -> Optional[list[torch.Size]]:
+    """Return the shapes of the parameters that values of [model.config] give, or None if they make no model."""
+    transformers = load_extra("transformers", "hf", "building the model")
+    given = {key: value for key, value in values.items() if key != without}
+    with torch.device("meta"), contextlib.suppress(Exception):  # `check_builds` says what is wrong with a value
+        config = transformers.AutoConfig.for_model(model_type, **given)
+        return [p.shape for p in transformers.AutoModelForCausalLM.from_config(config).parameters()]
+    return None
 
 
 def _own_name(model_type: str, key: str) -> str:

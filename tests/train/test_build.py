@@ -157,6 +157,18 @@ def test_the_models_own_attention_is_the_default(make_config: MakeConfig, kind: 
     assert build_model(config, None, CPU).config._attn_implementation == attention
 
 
+def test_a_key_that_the_models_code_alone_reads_counts(make_config: MakeConfig) -> None:
+    """Qwen3-MoE's configuration class of transformers 5.24 lacks head_dim."""
+    words = ["model.config.model_type=qwen3_moe", "model.config.vocab_size=50", "model.config.head_dim=48"]
+    config = make_config(*words, "model.config.num_experts=8", "model.config.moe_intermediate_size=64")
+    check_config(config)
+    heads = config.model.config["num_attention_heads"]
+    model = build_model(config, None, CPU)
+    assert model.model.layers[0].self_attn.q_proj.out_features == 48 * heads
+    with pytest.raises(ValueError, match=r"unknown key model\.config\.head_dims for a qwen3_moe model"):
+        check_config(make_config(*words[:2], "model.config.head_dims=48"))
+
+
 def test_weights_of_experts_decay_and_their_biases_do_not() -> None:
     model = make_model("gpt_oss", layers=1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
