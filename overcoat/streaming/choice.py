@@ -1,8 +1,9 @@
-"""The weights of a converted model that `stream` keeps in host memory."""
+"""The weights of a converted model that `stream` keeps in host memory, and whether they fit there."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,11 @@ from overcoat.distributed.fp8_all_gather import fp8_stacks, fsdp_params
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.lora import base_of
+from overcoat.optim.adamw import AdamW
+from overcoat.optim.state import bytes_to_offload
+from overcoat.pinned_memory import bytes_free
 from overcoat.streaming.layers import Layer, PlainStack, Stack
-from overcoat.streaming.sharded import ShardedPlainStack, ShardedStack, rows_of
+from overcoat.streaming.sharded import ShardedPlainStack, ShardedStack, rows_of, tightest_host
 
 # Weights that are used in 16 bits stay on the device if they are smaller.
 LEAST_BYTES = 2**20
@@ -91,3 +95,23 @@ def _rows(shared: set[int], held: Any, scaling: str, module: Any) -> tuple[int, 
         return "another module has the same weight"
     unit = BLOCK if scaling == "block" else 1
     return rows_of(held, module, unit=unit) if held else (len(module.weight), 1)
+
+
+def check_host(layers: Sequence[Layer], optimizer: AdamW) -> None:
+    """Raise ValueError if the host has too little memory for streamed layers, of a model on any device."""
+    stacks = [stack for layer in layers for stack in layer.stacks]
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    stepped = [param for stack in stacks for param in stack.params if param.requires_grad]
+    needs = {
+        "weights": sum(stack.bytes for stack in stacks if stack.params[0].device.type != "cpu"),
+        "FP8 codes": sum(stack.code_bytes for stack in stacks),
+        "optimizer states": sum(bytes_to_offload(param, groups[id(param)]) for param in stepped),
+    }
+    processes, free = tightest_host(stacks[0], bytes_free())
+    needed = processes * sum(needs.values())
+    if free and needed > free:
+        listed = ", ".join(f"{name} {processes * size / 2**30:.1f}" for name, size in needs.items())
+        raise ValueError(
+            f"overcoat.stream needs {needed / 2**30:.1f} GiB more host memory ({listed}), and {free / 2**30:.1f} GiB "
+            "are free, of the host or within the container's limit: add memory, or train a smaller model"
+        )

@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -50,9 +50,9 @@ from overcoat.optim.adamw import AdamW
 from overcoat.optim.release import BATCH_BYTES, GradientRelease
 from overcoat.optim.release_checks import check_release, numbered
 from overcoat.optim.sharding import local, rewrap
-from overcoat.optim.state import MUON, bytes_to_offload
+from overcoat.optim.state import MUON
 from overcoat.pinned_memory import bytes_free
-from overcoat.streaming.choice import streamed_layers
+from overcoat.streaming.choice import check_host, streamed_layers
 from overcoat.streaming.layers import Layer, PlainStack, Stack, copy_bytes
 from overcoat.streaming.load import Source, set_data
 from overcoat.streaming.sharded import TakenOver, check_sharded, sharded_over, tightest_host
@@ -585,26 +585,6 @@ class Stream(GradientRelease):
     def _before_reading(self, *_: Any) -> None:
         if self.handles:
             self.synchronize()
-
-
-def check_host(layers: Sequence[Layer], optimizer: AdamW) -> None:
-    """Raise ValueError if the host has too little memory for streamed layers, of a model on any device."""
-    stacks = [stack for layer in layers for stack in layer.stacks]
-    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    stepped = [param for stack in stacks for param in stack.params if param.requires_grad]
-    needs = {
-        "weights": sum(stack.bytes for stack in stacks if stack.params[0].device.type != "cpu"),
-        "FP8 codes": sum(stack.code_bytes for stack in stacks),
-        "optimizer states": sum(bytes_to_offload(param, groups[id(param)]) for param in stepped),
-    }
-    processes, free = tightest_host(stacks[0], bytes_free())
-    needed = processes * sum(needs.values())
-    if free and needed > free:
-        listed = ", ".join(f"{name} {processes * size / 2**30:.1f}" for name, size in needs.items())
-        raise ValueError(
-            f"overcoat.stream needs {needed / 2**30:.1f} GiB more host memory ({listed}), and {free / 2**30:.1f} GiB "
-            "are free, of the host or within the container's limit: add memory, or train a smaller model"
-        )
 
 
 def _refuse_backward(_gradient: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import overcoat
 from overcoat.extras import load_pretrained
-from overcoat.streaming.stream import check_host, streamed_layers
+from overcoat.streaming.choice import check_host, streamed_layers
 from overcoat.train import process
 from overcoat.train.adapters import base_name
 from overcoat.train.build import (

@@ -29,7 +29,6 @@ from overcoat.estimate.setup import Setup
 from overcoat.models.family import decoder_layers
 from overcoat.optim.sharding import local
 from overcoat.streaming import choice
-from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.nightly import mostly_nightly
 from tests.processes import on_many, on_two, two_of
@@ -394,7 +393,7 @@ def _refused(rank: int) -> None:
         assert [type(param) for param in model.parameters()] == before
     # One host has too little memory, and all processes say so.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "bytes_free", lambda: 2**40 if rank else 2**20)
+        patch.setattr(choice, "bytes_free", lambda: 2**40 if rank else 2**20)
         with pytest.raises(ValueError, match=r"more host memory .* GiB are free"):
             make("default", "cpu", True)
 

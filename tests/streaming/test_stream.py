@@ -20,7 +20,6 @@ from overcoat import Recipe, memory
 from overcoat.block.linear import GatheredWeight
 from overcoat.models.masks import causal_mask
 from overcoat.streaming import choice
-from overcoat.streaming import stream as streaming
 from tests.models.zoo import make_batch, make_model
 from tests.optim import harness
 from tests.waits import waiting_is_an_error
@@ -463,7 +462,7 @@ def test_random_weights_are_drawn_by_the_model(device):
 
 
 def test_a_small_host_is_told_before_anything_moves(monkeypatch):
-    monkeypatch.setattr(streaming, "bytes_free", lambda: 2**20)
+    monkeypatch.setattr(choice, "bytes_free", lambda: 2**20)
     model = make_model("llama", layers=2, **SMALL)
     places = [param.data_ptr() for param in model.parameters()]
     with pytest.raises(ValueError, match=r"needs 0\.0 GiB more host memory \(weights .* are free"):

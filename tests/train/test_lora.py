@@ -97,7 +97,7 @@ def test_a_small_host_is_told_before_the_model_is_read(lora_config: Any, monkeyp
     """2 bytes a weight and 1 of its codes; without adapters, 3 more of states."""
     words, needed = ("train.stream=true", "optimizer.clip=0", "recipe.name=leanest"), 2 * (4 * 128**2 + 3 * 128 * 256)
     for free, is_enough in ((3 * needed, True), (3 * needed - 1, False)):
-        monkeypatch.setattr("overcoat.streaming.stream.bytes_free", lambda free=free: free)
+        monkeypatch.setattr("overcoat.streaming.choice.bytes_free", lambda free=free: free)
         with contextlib.nullcontext() if is_enough else pytest.raises(ValueError, match=r"\(weights .* are free"):
             check_before_training(lora_config(*words))
         with pytest.raises(ValueError, match=r"host memory \(weights 0\.0, FP8 codes 0\.0, optimizer states 0\.0"):

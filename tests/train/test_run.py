@@ -284,7 +284,7 @@ def test_a_streamed_model_of_random_weights_trains_the_same(
 
 
 def test_a_small_host_is_told_before_data_are_read(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overcoat.streaming.stream.bytes_free", lambda: 1)
+    monkeypatch.setattr("overcoat.streaming.choice.bytes_free", lambda: 1)
     with pytest.raises(ValueError, match=r"more host memory \(weights .* are free"):
         check_before_training(make_config("train.stream=true", "optimizer.clip=0"))
 
