@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overcoat.extras import load_extra
+from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.optim.sharding import first_row, local, rewrap
 
 RANDOM = "random"
@@ -92,26 +93,31 @@ class Source:
 
     @torch.no_grad()
     def draw(self, device: torch.device, streamed: Iterable[int]) -> None:
-        """Draw random weights on a device by the model's own initialization, one module after the other, so that they
+        """Draw random weights on a device by the model's own initialization, one layer after the other, so that they
         do not depend on what is streamed: that is copied to its place in host memory. streamed: ids of parameters."""
         if not self.is_meta or self.checkpoint is not None:
             return
         waiting = set(streamed)
 
         def make(module: nn.Module) -> None:
-            made = _make_missing(module, device)
-            here = [each for each in module._parameters.values() if each is not None and id(each) in waiting]
-            places = [(param, param.data) for param in here]
+            # A layer as a whole: GPT-2's attention draws a weight of a module in it again.
+            is_layer = isinstance(module, Fp8DecoderLayer)
+            for child in () if is_layer else module.children():
+                make(child)
+            parts = list(module.modules()) if is_layer else [module]
+            made = [tensor for part in parts for tensor in _make_missing(part, device)]
+            owned = [each for part in parts for each in part._parameters.values() if id(each) in waiting]
+            places = [(param, param.data) for param in dict.fromkeys(owned) if param is not None]
             for param, host in places:
                 waiting.remove(id(param))
                 param.data = torch.empty_like(host, device=device)
             if made or places:
-                self.model._init_weights(module)
+                module.apply(self.model._init_weights) if is_layer else self.model._init_weights(module)
             for param, host in places:
                 host.copy_(param.data)
                 param.data = host
 
-        self.model.apply(make)
+        make(self.model)
 
     @torch.no_grad()
     def fill_rest(self, device: torch.device) -> None:

@@ -461,6 +461,16 @@ def test_random_weights_are_drawn_by_the_model(device):
     assert all(5 < loss < 8 for loss in losses)
 
 
+def test_random_weights_are_those_of_modules_around_them(device):
+    """GPT-2's attention and MLP draw their c_proj again, smaller by sqrt(2 L)."""
+    model = on_meta("gpt2")
+    _, handle = prepare(model, Recipe(), device, True, {"weights": "random", "resident": 1})
+    assert len(handle.layers) == 1
+    for layer in model.transformer.h:
+        for of in (layer.attn, layer.mlp):
+            assert of.c_proj.weight.float().std().item() == pytest.approx(0.02 / 4**0.5, rel=0.05)
+
+
 def test_a_small_host_is_told_before_anything_moves(monkeypatch):
     monkeypatch.setattr(choice, "bytes_free", lambda: 2**20)
     model = make_model("llama", layers=2, **SMALL)
