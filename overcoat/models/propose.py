@@ -10,8 +10,7 @@ from the model's own call, and every module's input and output is written down. 
 What lies between a branch's linear layers is tried: attention's layout of q, k and v, gates, norms, rotation, scale and
 caps; the MLP's activation. Each candidate is compared with the input of the branch's last layer. The whole is then
 verified (verify.py) like a family's, far from position 0 as well; only what agrees becomes the layer's family.
-A multiplier counts only if an attribute with a fitting
-name has it (`MULTIPLIERS`).
+A multiplier counts only if an attribute with a fitting name has it (`MULTIPLIERS`).
 
     found = propose(model, "model.layers.0")
     found.family    or, where nothing agrees, found.reason: the nearest miss

@@ -16,7 +16,7 @@ import html
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ UNREAD = (
     *REASONING,
     *CALLS,
 )  # of a message, not looked for as text
+NO_TEXT = ("type", "id", "tool_use_id", "tool_call_id", "signature")  # of a part
 PART_KEY = "ovcpart"  # a field of marked parts, shown only by templates that write a list as it is
 THOUGHT = "reasoning in <think>"
 EARLIER = "reasoning of earlier turns"
@@ -66,6 +67,21 @@ class Piece:
 
 def _squash(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "", text)
+
+
+def _with_marks(value: Any, mark: str, unread: Collection[str] = ()) -> tuple[Any, int]:
+    """Return a value with the mark at the end of each text in it, and how many these are.
+
+    unread: keys left out; "type" at every depth, others at the first.
+    """
+    inside = {"type"}.intersection(unread)
+    if isinstance(value, dict):
+        each = {key: (x, 0) if key in unread else _with_marks(x, mark, inside) for key, x in value.items()}
+        return {key: x for key, (x, _) in each.items()}, sum(count for _, count in each.values())
+    if isinstance(value, list):
+        items = [_with_marks(x, mark, inside) for x in value]
+        return [x for x, _ in items], sum(count for _, count in items)
+    return (value + mark, 1) if isinstance(value, str) and value.strip() else (value, 0)
 
 
 class Marker:
@@ -107,19 +123,13 @@ class Marker:
         return made
 
     def _part(self, part: dict[str, Any], turn: int) -> dict[str, Any]:
-        """Return a part without text of its own, such as a thought or a result, with one mark in each of its texts."""
-        mark = self._mark()
-
-        def marked(value: Any, key: str = "") -> Any:
-            if isinstance(value, dict):
-                return {name: marked(each, name) for name, each in value.items()}
-            if isinstance(value, list):
-                return [marked(each) for each in value]
-            return value + mark if isinstance(value, str) and key != "type" else value
-
-        if "image" in part["type"] or (found := marked(part)) == part:
+        """Return a part without text of its own, such as a thought or a result, with a mark in each of its texts."""
+        unread = {*NO_TEXT, "name"} if "result" in part["type"] else NO_TEXT  # a result's call has its name
+        found, count = _with_marks(part, mark := self._mark(), unread)
+        if not count or part["type"] in ("image", "image_url"):
             return part
-        self.pieces.append(Piece(f"text of {part['type']!r} parts", json.dumps(part), mark, mark, 1, turn))
+        what = "reasoning" if part["type"] in REASONING else f"text of {part['type']!r} parts"
+        self.pieces.append(Piece(what, json.dumps(part), mark, mark, count, turn))
         return found
 
     def _content(self, text: str, role: str, turn: int) -> str:
@@ -137,18 +147,7 @@ class Marker:
         call = self._named(call, "tool calls", turn)
         if not isinstance(arguments, dict) or not arguments:
             return call
-        mark, count = self._mark(), 0
-
-        def marked(value: Any) -> Any:
-            nonlocal count
-            if isinstance(value, dict):
-                return {key: marked(each) for key, each in value.items()}
-            if isinstance(value, list):
-                return [marked(each) for each in value]
-            count += isinstance(value, str)
-            return value + mark if isinstance(value, str) else value
-
-        arguments = marked(arguments)
+        arguments, count = _with_marks(arguments, mark := self._mark())
         if not count:
             arguments, count = {**arguments, mark: 1}, 1
         self.pieces.append(Piece("tool calls", f"arguments of {name}", mark, mark, count, turn))

@@ -13,6 +13,7 @@ from overcoat.train.config import DataConfig
 from overcoat.train.conversations import examples
 from overcoat.train.corpus import open_corpus
 from overcoat.train.data import TRAINED
+from overcoat.train.rendering import Marker
 from tests.train.runs import MakeConfig
 from tests.train.test_chat import TEMPLATES, TOOLS, chat_config, tokenizer_of, write_jsonl
 
@@ -91,7 +92,7 @@ def test_ordinary_rows_are_shown_by_every_template(template: str, tmp_path: Path
             (template, {"messages": [ASK, {**ANSWER, "content": [part, {"type": "text", "text": "answer"}]}]}, what)
             for template in ("gemma3", "glm4moe")
             for part, what in (
-                ({"type": "thinking", "thinking": "because"}, "text of 'thinking' parts"),
+                ({"type": "thinking", "thinking": "because"}, "reasoning"),
                 ({"type": "tool_use", "name": "search", "input": {"query": ["boats"]}}, "text of 'tool_use'"),
             )
         ),
@@ -195,3 +196,14 @@ def test_losses_are_said_of_the_run_and_of_those_that_use_its_tokens(make_config
         assert found[2] == "fields of the rows that nothing reads, left out: 'source'"
     with pytest.raises(ValueError, match=r"lost\.jsonl:21: the chat template leaves out text of 'developer' turns"):
         open_corpus(chat_config(make_config, tmp_path, f"data.files={file}"), said.append)
+
+
+def test_each_text_of_a_part_counts() -> None:
+    """A template that shows one of two texts loses the other; ids and a result's name, which its call has, are none."""
+    marker, part = Marker(), {"type": "tool_result", "id": "7", "name": "f", "content": ["a", {"type": "t", "id": "b"}]}
+    assert marker._part(part, 0) == {**part, "content": ["aovc0x", {"type": "t", "id": "bovc0x"}]}
+    (piece,) = marker.pieces
+    assert piece.is_in("aovc0x bovc0x", str)
+    assert not piece.is_in("aovc0x", str)
+    assert marker._part(image := {"type": "image", "image": "a.png"}, 0) == image
+    assert marker._part({"type": "image_caption", "caption": "c"}, 0) == {"type": "image_caption", "caption": "covc1x"}
